@@ -1,0 +1,295 @@
+"""The kernel activation h -> phi(h), densely or through the two nearest nodes."""
+
+import math
+import warnings
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_dak import local
+from pyro_dak.factors import dense_inverse_factor, sparse_inverse_factor
+from pyro_dak.grids import DyadicGrid
+from pyro_dak.kernels import Kernel, LaplaceKernel
+from pyro_dak.validation import check_choice, check_finite, check_floating
+
+__all__ = ["KernelActivation", "Route", "dense_is_faster"]
+
+Route = Literal["auto", "dense", "local"]
+
+# Up to this many nodes L_U is kept dense; above, in compressed rows with at most L non-zeros each.
+_MAX_DENSE_NODES = 127
+
+
+def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
+    """Whether the dense product beats the two-node gather, forward and backward.
+
+    Times of a training step, per row and unit and in arbitrary units, as `benchmarks.activation`
+    finds them: dense 1.3 + M (0.1 + 0.0007 C); local 1.8 for one output, 3.5 + 0.095 C for more.
+    Many outputs and few nodes go to the matrix product, all else to the gather.
+    """
+    dense = 1.3 + num_inducing * (0.1 + 0.0007 * num_outputs)
+    return dense < (1.8 if num_outputs == 1 else 3.5 + 0.095 * num_outputs)
+
+
+class _Constants(NamedTuple):
+    """Grid constants in one dtype on one device."""
+
+    levels: list[local.LevelConstants]
+    features: local.FeatureConstants | None
+    node_map: local.LinearMap | None  # L_U with sorted rows, (M, M)
+    moment_map: local.LinearMap | None  # its squares, then products of adjacent rows, (2M - 1, M)
+    inducing_points: Tensor
+    factor: Tensor | None  # dense L_U^{-T} of kernels that are not Markov, (M, M)
+
+
+class KernelActivation(nn.Module):
+    """phi(h) = k(h, U) L_U^{-T}: `(..., N, P)` to `(..., N, P, M)` (paper, eq. 7).
+
+    With z ~ N(0, I_M), phi(h) z is the Gaussian process with covariance k(h, U) K_UU^{-1} k(U, h').
+    For a Markov kernel phi has one non-zero per level, and sums over phi can go through the two
+    nodes around h instead: `combine` and `combine_moments` choose the faster route.
+
+    The module has no parameters and no buffers: constants are computed in float64 and cast to the
+    dtype and device of the input, once for each.
+
+    Args:
+        grid: inducing points U.
+        kernel: one-dimensional kernel; `LaplaceKernel` is Markov, the others take the dense route.
+        jitter: added to the diagonal of K_UU for kernels that are not Markov.
+    """
+
+    def __init__(self, grid: DyadicGrid, kernel: Kernel | None = None, jitter: float = 1e-6):
+        super().__init__()
+        self.grid = grid
+        self.kernel = LaplaceKernel() if kernel is None else kernel
+        self.jitter = jitter
+        self._cache: dict[tuple[torch.dtype, torch.device], _Constants] = {}
+        self._factor = None
+        if not self.kernel.is_markov:
+            self._factor = dense_inverse_factor(grid, self.kernel, jitter)
+        self._warn_if_coarse()
+
+    @property
+    def has_local_route(self) -> bool:
+        """Whether the kernel is Markov."""
+        return self.kernel.is_markov
+
+    @property
+    def num_inducing(self) -> int:
+        """M."""
+        return self.grid.num_inducing
+
+    @property
+    def delta(self) -> float:
+        """Spacing of the grid over the lengthscale of the kernel."""
+        return self.grid.spacing / self.kernel.lengthscale
+
+    def extra_repr(self) -> str:
+        return f"{self.grid}, {self.kernel}"
+
+    def inverse_factor(self) -> Tensor:
+        """L_U^{-T}, `(M, M)` float64; sparse if the kernel is Markov."""
+        if self._factor is not None:
+            return self._factor
+        return sparse_inverse_factor(self.grid, self.kernel)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """phi(h), `(..., N, P, M)`, in the level order of the grid.
+
+        Args:
+            h: inputs of the units, `(..., N, P)`, finite, floating.
+        """
+        check_floating("h", h)
+        check_finite("h", h)
+        return self.features(h)
+
+    def features(self, h: Tensor) -> Tensor:
+        """`forward` without the checks, for callers that have made them."""
+        constants = self._constants(h.dtype, h.device)
+        if constants.factor is not None:
+            return self.kernel(h, constants.inducing_points) @ constants.factor
+        assert constants.features is not None
+        index, value = local.level_features(self._coordinates(h), constants.features, self.delta)
+        return h.new_zeros(*h.shape, self.num_inducing).scatter(-1, index, value)
+
+    def residual_variance(self, h: Tensor) -> Tensor:
+        """Prior variance lost between and outside the nodes, 1 - phi phi^T, like h.
+
+        Exact and non-negative for a Markov kernel. For the others the difference is taken as it
+        is, and rounding (down to -1e-6 in float32 at a node) is cut at zero.
+        """
+        if not self.has_local_route:
+            return (1 - self.features(h).square().sum(-1)).clamp(min=0)
+        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return local.bridge_variance(interval, self.delta)
+
+    def node_values(self, z: Tensor) -> Tensor:
+        """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
+        constants = self._local_constants(z)
+        if constants.node_map is None or torch.compiler.is_compiling():
+            return local.node_values(z, constants.levels)
+        return constants.node_map(z)
+
+    def node_moments(self, z_loc: Tensor, z_var: Tensor) -> local.NodeMoments:
+        """Moments of g(U) at the sorted nodes for independent weights z, in level order."""
+        constants = self._local_constants(z_loc)
+        if constants.moment_map is None or torch.compiler.is_compiling():
+            return local.node_moments(z_loc, z_var, constants.levels)
+        M = self.num_inducing
+        var, cov = constants.moment_map(z_var).split([M, M - 1], -1)
+        return local.NodeMoments(self.node_values(z_loc), var, cov)
+
+    def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
+        """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
+
+        Args:
+            h: `(*b1, N, P)`.
+            weights: `(*b2, C, P, M)` in level order; b1 and b2 broadcast.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        if self._takes_dense_route(route, weights):
+            return _flat(self.features(h)) @ _flat(weights).mT
+        return self.interpolate(h, self.node_values(weights))
+
+    def combine_moments(
+        self, h: Tensor, loc: Tensor, var: Tensor, route: Route = "auto"
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of sum_p phi(h_p) . z[c, p] for independent z, each `(..., N, C)`.
+
+        mean = sum_p phi_p loc_p and variance = sum_p phi_p^2 var_p (paper, eq. 17). Every term
+        of the variance is non-negative on either route.
+
+        Args:
+            h: `(*b1, N, P)`.
+            loc: means of the weights, `(*b2, C, P, M)` in level order.
+            var: variances of the weights, like `loc`.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        if self._takes_dense_route(route, loc):
+            phi = _flat(self.features(h))
+            return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
+        return self.interpolate_moments(h, self.node_moments(loc, var))
+
+    def interpolate(self, h: Tensor, values: Tensor) -> Tensor:
+        """sum_p g_{c,p}(h_p) from sorted node values `(*b2, C, P, M)`, `(..., N, C)`."""
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(values, (1, 1))  # (*b2, C, P, M + 2)
+        return _gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
+
+    def interpolate_moments(self, h: Tensor, nodes: local.NodeMoments) -> tuple[Tensor, Tensor]:
+        """Mean and variance of sum_p g_{c,p}(h_p) from the moments at the nodes, `(..., N, C)`.
+
+        Per unit w0 m_j + w1 m_{j+1} and w0^2 v_j + w1^2 v_{j+1} + 2 w0 w1 c_j: five numbers.
+        """
+        j, w0, w1 = self._two_nodes(h)
+        weights, index = torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1)
+        mean = _gather(weights, index, F.pad(nodes.mean, (1, 1)))
+        # One table holds the variances at the nodes, then the covariances of the intervals.
+        table = torch.cat([F.pad(nodes.var, (1, 1)), F.pad(nodes.cov, (1, 1))], -1)
+        squares = torch.cat([weights.square(), (2 * w0 * w1).unsqueeze(-1)], -1)
+        intervals = (j + self.num_inducing + 2).unsqueeze(-1)
+        return mean, _gather(squares, torch.cat([index, intervals], -1), table)
+
+    def prior_variance_between_nodes(self) -> float:
+        """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
+
+        1 - tanh(delta / 2) for the Laplace kernel; 1 means that the grid loses nothing.
+        """
+        if self.has_local_route:
+            return 1 - math.tanh(self.delta / 2)
+        nodes = self.grid.sorted_points
+        middles = (nodes[:-1] + nodes[1:]) / 2 if len(nodes) > 1 else nodes
+        return float(self.features(middles.unsqueeze(-1)).square().sum(-1).min())
+
+    def _warn_if_coarse(self) -> None:
+        kept = self.prior_variance_between_nodes()
+        if self.num_inducing > 1 and kept < 0.5:
+            warnings.warn(
+                f"The grid is coarse for the lengthscale: between two nodes (spacing "
+                f"{self.grid.spacing:.3g}, lengthscale {self.kernel.lengthscale:.3g}) the prior "
+                f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
+                stacklevel=3,
+            )
+
+    def _takes_dense_route(self, route: Route, weights: Tensor) -> bool:
+        check_choice("route", route, ("auto", "dense", "local"))
+        if route == "auto":
+            return not self.has_local_route or dense_is_faster(
+                self.num_inducing, math.prod(weights.shape[:-2])
+            )
+        return route == "dense"
+
+    def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return interval.j, *local.bridge_weights(interval, self.delta)
+
+    def _coordinates(self, h: Tensor) -> Tensor:
+        return (h - self.grid.bounds[0]) / self.grid.spacing
+
+    def _local_constants(self, like: Tensor) -> _Constants:
+        if not self.has_local_route:
+            raise ValueError(
+                f"`kernel` must be Markov for the local route; got {type(self.kernel).__name__}. "
+                'Use LaplaceKernel, or route="dense".'
+            )
+        return self._constants(like.dtype, like.device)
+
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
+        key = (dtype, device)
+        if key not in self._cache:
+            self._cache[key] = self._make_constants(dtype, device)
+        return self._cache[key]
+
+    def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
+        U = self.grid.inducing_points.to(device, dtype)
+        if self._factor is not None:
+            return _Constants([], None, None, None, U, self._factor.to(device, dtype))
+        levels = local.level_constants(self.grid.level, self.delta, dtype, device)
+        features = local.feature_constants(self.grid.level, self.delta, dtype, device)
+        if device.type == "meta":
+            return _Constants(levels, features, None, None, U, None)
+        is_dense = self.num_inducing <= _MAX_DENSE_NODES
+        node_map, moment_map = (
+            local.LinearMap(matrix.to(device, dtype), is_dense)
+            for matrix in local.node_maps(self.grid.level, self.delta)
+        )
+        return _Constants(levels, features, node_map, moment_map, U, None)
+
+
+def _flat(value: Tensor) -> Tensor:
+    """Units and nodes as one axis: `(..., P, M)` to `(..., P M)`."""
+    return value.flatten(-2)
+
+
+def _gather(weights: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    """sum over p, k of weights[n, p, k] table[c, p, index[n, p, k]], `(..., N, C)`.
+
+    Args:
+        weights: `(*b1, N, P, K)`.
+        index: like `weights`, entries in [0, R).
+        table: `(*b2, C, P, R)`; b1 and b2 broadcast. If either batch is trivial, it is not copied:
+            the batch of the table joins its outputs, the batch of the inputs joins their rows.
+    """
+    N, P, K = weights.shape[-3:]
+    C, _, R = table.shape[-3:]
+    batch = torch.broadcast_shapes(weights.shape[:-3], table.shape[:-3])
+    num_batch = math.prod(batch)
+    if math.prod(weights.shape[:-3]) == 1:
+        groups, rows, outputs = 1, N, num_batch * C
+    elif math.prod(table.shape[:-3]) == 1:
+        groups, rows, outputs = 1, num_batch * N, C
+    else:
+        groups, rows, outputs = num_batch, N, C
+        weights = weights.expand(*batch, N, P, K)
+        index = index.expand(*batch, N, P, K)
+        table = table.expand(*batch, C, P, R)
+    offset = R * torch.arange(groups * P, device=index.device).view(groups, 1, P, 1)
+    flat_index = (index.reshape(groups, rows, P, K) + offset).view(groups * rows, P * K)
+    flat_weights = weights.reshape(groups * rows, P * K)
+    flat_table = table.reshape(groups, outputs, P * R).mT.reshape(-1, outputs).contiguous()
+    out = local.gather_sum(flat_weights, flat_index, flat_table)  # (groups * rows, outputs)
+    if outputs == C:
+        return out.view(*batch, N, C)
+    return out.view(N, num_batch, C).transpose(0, 1).reshape(*batch, N, C)
