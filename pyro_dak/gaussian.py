@@ -1,0 +1,180 @@
+"""Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pyro_dak.activation import KernelActivation, Route
+from pyro_dak.validation import check_finite, check_floating, check_last_dim, check_shape
+
+__all__ = [
+    "expected_log_categorical_bound",
+    "expected_log_heteroscedastic",
+    "expected_log_normal",
+    "kl_diagonal",
+    "kl_low_rank",
+    "kl_tril",
+    "kl_tril_to_tril",
+    "mean_field_moments",
+]
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+def mean_field_moments(
+    activation: KernelActivation,
+    h: Tensor,
+    z_loc: Tensor,
+    z_scale: Tensor,
+    unit_scale: Tensor,
+    mu_loc: Tensor,
+    mu_scale: Tensor,
+    route: Route = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of f under a mean-field q, each `(..., N, C)` (paper, eq. 17).
+
+        E f = sum_p sigma_p phi_p . m_p + m_mu,   Var f = sum_p sigma_p^2 phi_p^2 . s_p^2 + s_mu^2
+
+    Args:
+        activation: phi.
+        h: inputs of the units, `(..., N, P)`.
+        z_loc: means of the weights, `(..., C, P, M)`.
+        z_scale: their standard deviations, like `z_loc`.
+        unit_scale: sigma, `(P,)`.
+        mu_loc: mean of the bias, `(..., C)`.
+        mu_scale: its standard deviation, `(..., C)`.
+        route: "dense", "local", or "auto" for the faster one.
+    """
+    check_floating("h", h)
+    P = z_loc.shape[-2]
+    check_last_dim("h", h, P, "one per additive unit", f"Set `num_units={h.shape[-1]}` or embed.")
+    check_shape("z_loc", z_loc, (P, activation.num_inducing), "units x inducing points")
+    check_shape("z_scale", z_scale, tuple(z_loc.shape[-3:]), "like `z_loc`")
+    check_shape("unit_scale", unit_scale, (P,), "one per unit")
+    check_finite("h", h)
+    sigma = unit_scale.unsqueeze(-1)  # (P, 1)
+    mean, var = activation.combine_moments(
+        h, sigma * z_loc, (sigma * z_scale).square(), route=route
+    )
+    return mean + mu_loc.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+
+
+def expected_log_normal(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+    noise_scale: Float[Tensor, "..."],
+) -> Float[Tensor, "*batch n"]:
+    """E_q log N(y | f, noise_scale^2), summed over the outputs, `(..., N)` (paper, eq. 23).
+
+    -(log 2 pi + log s^2 + ((y - m)^2 + v) / s^2) / 2 for each output; `noise_scale` is a scalar
+    or one per output, `(C,)`.
+    """
+    squares = ((y - f_mean).square() + f_var) / noise_scale.square()
+    return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares).sum(-1)
+
+
+def expected_log_heteroscedastic(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+    eta_mean: Float[Tensor, "*#batch n c"],
+    eta_var: Float[Tensor, "*#batch n c"],
+) -> Float[Tensor, "*batch n"]:
+    """E_q log N(y | f, exp(eta)) for independent Gaussian f and eta, summed over outputs.
+
+    E exp(-eta) = exp(-m_eta + v_eta / 2), hence `(..., N)` with, for each output,
+    -(log 2 pi + m_eta + ((y - m_f)^2 + v_f) exp(-m_eta + v_eta / 2)) / 2.
+    """
+    squares = ((y - f_mean).square() + f_var) * (0.5 * eta_var - eta_mean).exp()
+    return -0.5 * (_LOG_2PI + eta_mean + squares).sum(-1)
+
+
+def expected_log_categorical_bound(
+    y: Int[Tensor, "*batch n"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+) -> Float[Tensor, "*batch n"]:
+    """Jensen's lower bound of E_q log softmax(f)_y, `(..., N)`.
+
+    E log sum_c exp f_c <= log sum_c E exp f_c = log sum_c exp(m_c + v_c / 2).
+    """
+    at_label = f_mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return at_label - torch.logsumexp(f_mean + 0.5 * f_var, -1)
+
+
+def kl_diagonal(
+    loc: Float[Tensor, "*shape"],
+    scale: Float[Tensor, "*shape"],
+    prior_loc: Float[Tensor, "..."] | float = 0.0,
+    prior_scale: Float[Tensor, "..."] | float = 1.0,
+) -> Float[Tensor, ""]:
+    """KL of independent normals from independent normals, summed over all elements, a scalar.
+
+    sum (r^2 + ((m - m0) / s0)^2 - 1) / 2 - log r with r = s / s0.
+    """
+    ratio = scale / prior_scale
+    return (0.5 * (ratio.square() + ((loc - prior_loc) / prior_scale).square() - 1)).sum() - (
+        ratio.log().sum()
+    )
+
+
+def kl_tril(
+    loc: Float[Tensor, "*blocks k"],
+    scale_tril: Float[Tensor, "*blocks k k"],
+    prior_loc: Float[Tensor, "..."] | float = 0.0,
+    prior_scale: Float[Tensor, "..."] | float = 1.0,
+) -> Float[Tensor, ""]:
+    """KL of N(loc, T T^T) from independent normals, summed over blocks, a scalar.
+
+    Block-diagonal covariances are a batch of blocks; one block is the full covariance.
+
+    Args:
+        loc: means.
+        scale_tril: lower Cholesky factors T with positive diagonal.
+        prior_loc: means of the prior, broadcast to `loc`.
+        prior_scale: standard deviations of the prior, broadcast to `loc`.
+    """
+    prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).expand_as(loc)
+    trace = (scale_tril / prior_scale.unsqueeze(-1)).square().sum()
+    shift = ((loc - prior_loc) / prior_scale).square().sum()
+    log_ratio = (scale_tril.diagonal(dim1=-2, dim2=-1) / prior_scale).log().sum()
+    return 0.5 * (trace + shift - loc.numel()) - log_ratio
+
+
+def kl_tril_to_tril(
+    loc: Float[Tensor, "*blocks k"],
+    scale_tril: Float[Tensor, "*blocks k k"],
+    prior_loc: Float[Tensor, "*#blocks k"],
+    prior_scale_tril: Float[Tensor, "*#blocks k k"],
+) -> Float[Tensor, ""]:
+    """KL of N(loc, T T^T) from N(loc0, T0 T0^T), summed over blocks, a scalar: whiten by T0."""
+    whitened = torch.linalg.solve_triangular(prior_scale_tril, scale_tril, upper=False)
+    shift = (loc - prior_loc).unsqueeze(-1)
+    shift = torch.linalg.solve_triangular(prior_scale_tril, shift, upper=False)
+    log_ratio = whitened.diagonal(dim1=-2, dim2=-1).log().sum()
+    return 0.5 * (whitened.square().sum() + shift.square().sum() - loc.numel()) - log_ratio
+
+
+def kl_low_rank(
+    loc: Float[Tensor, " k"],
+    scale: Float[Tensor, " k"],
+    factor: Float[Tensor, "k rank"],
+    prior_loc: Float[Tensor, "..."] | float = 0.0,
+    prior_scale: Float[Tensor, "..."] | float = 1.0,
+) -> Float[Tensor, ""]:
+    """KL of N(loc, diag(scale^2) + F F^T) from independent normals, a scalar; O(k rank^2).
+
+    The determinant lemma gives log det = sum log scale^2 + log det(I + F^T diag(scale^-2) F).
+    """
+    whitened = factor / scale.unsqueeze(-1)  # (k, rank)
+    capacitance = whitened.mT @ whitened
+    capacitance = capacitance + torch.eye(
+        factor.shape[-1], dtype=factor.dtype, device=factor.device
+    )
+    log_det = torch.linalg.cholesky(capacitance).diagonal().log().sum()
+    prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).expand_as(loc)
+    spread = (factor / prior_scale.unsqueeze(-1)).square().sum()
+    return kl_diagonal(loc, scale, prior_loc, prior_scale) + 0.5 * spread - log_det
