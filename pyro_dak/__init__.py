@@ -2,14 +2,53 @@
 
 from pyro_dak.activation import KernelActivation
 from pyro_dak.grids import DyadicGrid
+from pyro_dak.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.kernels import LaplaceKernel, MaternKernel, RBFKernel
+from pyro_dak.likelihoods import (
+    BernoulliLikelihood,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    PoissonLikelihood,
+    StudentTLikelihood,
+)
+from pyro_dak.model import DAK
+from pyro_dak.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
+from pyro_dak.posterior import exact_posterior
+from pyro_dak.priors import (
+    GammaScalePrior,
+    HorseshoePrior,
+    LaplacePrior,
+    NormalPrior,
+    StudentTPrior,
+)
 
 __all__ = [
+    "DAK",
+    "BernoulliLikelihood",
+    "CategoricalLikelihood",
+    "ClosedFormELBO",
     "DyadicGrid",
+    "FullRankGuide",
+    "GammaScalePrior",
+    "GaussianLikelihood",
+    "HeteroscedasticLikelihood",
+    "HorseshoePrior",
+    "JensenELBO",
     "KernelActivation",
     "LaplaceKernel",
+    "LaplacePrior",
+    "LocalReparamELBO",
+    "LowRankGuide",
     "MaternKernel",
+    "MeanFieldGuide",
+    "NormalPrior",
+    "PoissonLikelihood",
     "RBFKernel",
+    "StudentTLikelihood",
+    "StudentTPrior",
+    "UnitBlockGuide",
+    "exact_posterior",
 ]
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,10 @@ class KernelActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.grid}, {self.kernel}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the cached constants: compressed rows cannot be deep-copied."""
+        return {**self.__dict__, "_cache": {}}
 
     def inverse_factor(self) -> Tensor:
         """L_U^{-T}, `(M, M)` float64; sparse if the kernel is Markov."""
@@ -192,6 +196,46 @@ class KernelActivation(nn.Module):
         intervals = (j + self.num_inducing + 2).unsqueeze(-1)
         return mean, _gather(squares, torch.cat([index, intervals], -1), table)
 
+    def interpolate_units(self, h: Tensor, values: Tensor) -> Tensor:
+        """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(values, (1, 1))
+        return w0.unsqueeze(-2) * _at(table, j) + w1.unsqueeze(-2) * _at(table, j + 1)
+
+    def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
+        """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, without the sum over p.
+
+        Args:
+            h: `(N, P)`.
+            weights: `(C, P, M)` in level order.
+        """
+        if self.has_local_route:
+            return self.interpolate_units(h, self.node_values(weights))
+        return torch.einsum("npm,cpm->ncp", self.features(h), weights)
+
+    def unit_block_variances(self, h: Tensor, scale_tril: Tensor) -> Tensor:
+        """Variance of phi(h_p) . z[c, p] for z[c, p] ~ N(., T T^T), `(N, C, P)`.
+
+        Between two nodes with prior-weighted rows G_j, G_{j+1} of L_U T the variance is
+        |w0 G_j + w1 G_{j+1}|^2 = (w0 a + w1 b)^2 + (w1 e)^2 with a = |G_j|, b = G_j . G_{j+1} / a
+        and e = |G_{j+1} - (b / a) G_j|: three numbers per interval, and a sum of squares.
+
+        Args:
+            h: `(N, P)`.
+            scale_tril: T, `(C, P, M, M)` in level order.
+        """
+        if not self.has_local_route:
+            return torch.einsum("npm,cpmk->ncpk", self.features(h), scale_tril).square().sum(-1)
+        j, w0, w1 = (part.unsqueeze(-2) for part in self._two_nodes(h))
+        G = F.pad(self.node_values(scale_tril.mT), (1, 1))  # (C, P, K, M + 2)
+        left, right = G[..., :-1], G[..., 1:]
+        a = torch.linalg.vector_norm(left, dim=-2)  # (C, P, M + 1)
+        safe = torch.where(a > 0, a, 1)
+        b = (left * right).sum(-2) / safe
+        e = torch.linalg.vector_norm(right - left * (b / safe).unsqueeze(-2), dim=-2)
+        a, b, e = (_at(part, j.squeeze(-2)) for part in (a, b, e))
+        return (w0 * a + w1 * b).square() + (w1 * e).square()
+
     def prior_variance_between_nodes(self) -> float:
         """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
 
@@ -261,6 +305,12 @@ class KernelActivation(nn.Module):
 def _flat(value: Tensor) -> Tensor:
     """Units and nodes as one axis: `(..., P, M)` to `(..., P M)`."""
     return value.flatten(-2)
+
+
+def _at(table: Tensor, index: Tensor) -> Tensor:
+    """table[c, p, index[n, p]], `(N, C, P)`, for a table `(C, P, R)` and an index `(N, P)`."""
+    C = table.shape[0]
+    return table.gather(-1, index.mT.expand(C, -1, -1)).permute(2, 0, 1)
 
 
 def _gather(weights: Tensor, index: Tensor, table: Tensor) -> Tensor:

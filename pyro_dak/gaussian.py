@@ -1,15 +1,23 @@
 """Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from pyro_dak.activation import KernelActivation, Route
-from pyro_dak.validation import check_finite, check_floating, check_last_dim, check_shape
+from pyro_dak.validation import (
+    check_finite,
+    check_floating,
+    check_last_dim,
+    check_rank,
+    check_shape,
+)
 
 __all__ = [
+    "FunctionMoments",
     "expected_log_categorical_bound",
     "expected_log_heteroscedastic",
     "expected_log_normal",
@@ -18,9 +26,45 @@ __all__ = [
     "kl_tril",
     "kl_tril_to_tril",
     "mean_field_moments",
+    "sample_functions",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
+
+
+class FunctionMoments(NamedTuple):
+    """The Gaussian q(f(x)) of every row: mean and variance `(..., N, F)` of F functions.
+
+    `root`, if given, is `(R, ..., N, F)`: the covariance of functions a and b at a row is
+    sum_r root[r, a] root[r, b] for a != b, and `var` contains sum_r root[r]^2. Without a root the
+    functions are independent.
+    """
+
+    mean: Tensor
+    var: Tensor
+    root: Tensor | None = None
+
+    def covariance(self, a: slice, b: slice) -> Tensor | float:
+        """Covariance of functions a with functions b, pairwise; a and b are disjoint."""
+        if self.root is None:
+            return 0.0
+        return (self.root[..., a] * self.root[..., b]).sum(0)
+
+
+def sample_functions(moments: FunctionMoments, num_samples: int) -> Tensor:
+    """Draws of f at every row from its exact marginal, `(S, ..., N, F)`; rows are independent.
+
+    Functions that share a root are drawn with their covariance.
+    """
+    mean, var, root = moments
+    noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
+    if root is None:
+        return mean + var.sqrt() * noise
+    shared = torch.randn(
+        num_samples, root.shape[0], *mean.shape[:-1], dtype=mean.dtype, device=mean.device
+    )
+    own = (var - root.square().sum(0)).clamp(min=0)  # zero up to rounding where the root is all
+    return mean + own.sqrt() * noise + torch.einsum("sr...,r...f->s...f", shared, root)
 
 
 def mean_field_moments(
@@ -48,6 +92,8 @@ def mean_field_moments(
         route: "dense", "local", or "auto" for the faster one.
     """
     check_floating("h", h)
+    check_rank("h", h, ("N", "P"))
+    check_rank("z_loc", z_loc, ("C", "P", "M"))
     P = z_loc.shape[-2]
     check_last_dim("h", h, P, "one per additive unit", f"Set `num_units={h.shape[-1]}` or embed.")
     check_shape("z_loc", z_loc, (P, activation.num_inducing), "units x inducing points")
@@ -82,13 +128,15 @@ def expected_log_heteroscedastic(
     f_var: Float[Tensor, "*#batch n c"],
     eta_mean: Float[Tensor, "*#batch n c"],
     eta_var: Float[Tensor, "*#batch n c"],
+    covariance: Float[Tensor, "*#batch n c"] | float = 0.0,
 ) -> Float[Tensor, "*batch n"]:
-    """E_q log N(y | f, exp(eta)) for independent Gaussian f and eta, summed over outputs.
+    """E_q log N(y | f, exp(eta)) for jointly Gaussian f and eta, summed over outputs, `(..., N)`.
 
-    E exp(-eta) = exp(-m_eta + v_eta / 2), hence `(..., N)` with, for each output,
-    -(log 2 pi + m_eta + ((y - m_f)^2 + v_f) exp(-m_eta + v_eta / 2)) / 2.
+    E exp(-eta) = exp(-m_eta + v_eta / 2), and under the density tilted by exp(-eta) f keeps its
+    variance while its mean moves by -c = -cov(f, eta). Hence, for each output,
+    -(log 2 pi + m_eta + ((y - m_f + c)^2 + v_f) exp(-m_eta + v_eta / 2)) / 2.
     """
-    squares = ((y - f_mean).square() + f_var) * (0.5 * eta_var - eta_mean).exp()
+    squares = ((y - f_mean + covariance).square() + f_var) * (0.5 * eta_var - eta_mean).exp()
     return -0.5 * (_LOG_2PI + eta_mean + squares).sum(-1)
 
 

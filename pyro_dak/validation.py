@@ -15,6 +15,7 @@ __all__ = [
     "check_integer",
     "check_last_dim",
     "check_positive",
+    "check_rank",
     "check_shape",
 ]
 
@@ -68,6 +69,13 @@ def check_floating(name: str, value: object) -> None:
             f"`{name}` must have a floating dtype; got {value.dtype}. "
             f"Convert it with `{name}.float()` or `{name}.double()`."
         )
+
+
+def check_rank(name: str, value: Tensor, axes: tuple[str, ...]) -> None:
+    """Raise unless `value` has at least the trailing axes called `axes`."""
+    if value.dim() < len(axes):
+        wanted = ", ".join(["...", *axes])
+        raise ValueError(f"`{name}` must have shape ({wanted}); got {tuple(value.shape)}.")
 
 
 def check_shape(name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:

@@ -1,0 +1,120 @@
+"""The additive layer: from unit inputs h and weights to f, and from Gaussian weights to q(f)."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dak.activation import KernelActivation
+from pyro_dak.gaussian import FunctionMoments
+
+__all__ = ["AdditiveLayer", "Weights"]
+
+
+class Weights(NamedTuple):
+    """Weights of the layer, or their means, or their standard deviations.
+
+    z is `(..., F, P, M)`, mu `(..., F)`, and linear `(..., F, P)` if the layer has a linear term.
+    """
+
+    z: Tensor
+    mu: Tensor
+    linear: Tensor | None = None
+
+
+class AdditiveLayer(nn.Module):
+    """f_c(h) = sum_p sigma_p (phi(h_p) . z[c, p] + r(h_p) linear[c, p]) + mu[c] (paper, eq. 8).
+
+    The linear term is optional; r maps the bounds of the grid to [-1, 1]. sigma starts at
+    1 / sqrt(P), so that f has unit prior variance whatever P is.
+
+    Args:
+        activation: phi.
+        num_units: P.
+        num_functions: F.
+        linear_term: whether each unit has a Bayesian linear term.
+    """
+
+    def __init__(
+        self,
+        activation: KernelActivation,
+        num_units: int,
+        num_functions: int,
+        linear_term: bool = False,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.num_units = num_units
+        self.num_functions = num_functions
+        self.linear_term = linear_term
+        self.log_unit_scale = nn.Parameter(torch.full((num_units,), -0.5 * math.log(num_units)))
+
+    @property
+    def unit_scale(self) -> Tensor:
+        """sigma, `(P,)`, positive."""
+        return self.log_unit_scale.exp()
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of one function: bias, linear terms, kernel weights."""
+        num_linear = self.num_units if self.linear_term else 0
+        return 1 + num_linear + self.num_units * self.activation.num_inducing
+
+    def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
+        """f, `(..., N, F)`.
+
+        Args:
+            h: inputs of the units, `(..., N, P)`.
+            weights: z, mu and linear, with any batch in front.
+            shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
+        """
+        z, mu, linear = self._scaled(weights, shrinkage)
+        f = self.activation.combine(h, z) + mu.unsqueeze(-2)
+        return f if linear is None else f + self.linear_inputs(h) @ linear.mT
+
+    def moments(
+        self, h: Tensor, loc: Weights, scale: Weights, shrinkage: Tensor | None = None
+    ) -> FunctionMoments:
+        """Moments of f for independent weights (paper, eq. 17)."""
+        z, mu, linear = self._scaled(loc, shrinkage)
+        z_scale, mu_scale, linear_scale = self._scaled(scale, shrinkage)
+        mean, var = self.activation.combine_moments(h, z, z_scale.square())
+        mean, var = mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+        if linear is not None and linear_scale is not None:
+            r = self.linear_inputs(h)
+            mean, var = mean + r @ linear.mT, var + r.square() @ linear_scale.square().mT
+        return FunctionMoments(mean, var)
+
+    def design(self, h: Tensor) -> Tensor:
+        """The row of each input in the linear model of the weights, `(..., N, num_weights)`.
+
+        Columns: 1 for the bias, sigma_p r(h_p) if there is a linear term, sigma_p phi(h_p).
+        """
+        columns = [torch.ones_like(h[..., :1])]
+        if self.linear_term:
+            columns.append(self.unit_scale * self.linear_inputs(h))
+        phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h)
+        return torch.cat([*columns, phi.flatten(-2)], -1)
+
+    def linear_inputs(self, h: Tensor) -> Tensor:
+        """r(h): the bounds of the grid mapped to [-1, 1], like h."""
+        low, high = self.activation.grid.bounds
+        return (h - (low + high) / 2) * (2 / (high - low))
+
+    def residual_variance(self, h: Tensor) -> Tensor:
+        """Prior variance lost by the grid, sum_p sigma_p^2 (1 - phi phi^T), `(..., N, 1)`."""
+        return (self.activation.residual_variance(h) @ self.unit_scale.square()).unsqueeze(-1)
+
+    def split(self, flat: Tensor) -> Weights:
+        """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""
+        P, M = self.num_units, self.activation.num_inducing
+        linear_end = 1 + (P if self.linear_term else 0)
+        linear = flat[..., 1:linear_end] if self.linear_term else None
+        return Weights(flat[..., linear_end:].unflatten(-1, (P, M)), flat[..., 0], linear)
+
+    def _scaled(self, weights: Weights, shrinkage: Tensor | None) -> Weights:
+        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
+        z, mu, linear = weights
+        z = z * sigma.unsqueeze(-2).unsqueeze(-1)  # (..., 1, P, 1)
+        return Weights(z, mu, None if linear is None else linear * sigma.unsqueeze(-2))

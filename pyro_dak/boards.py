@@ -1,0 +1,32 @@
+"""Boards of options: a package in which each file is one choice, with a `build` function in it."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from pyro_dak.validation import check_choice
+
+__all__ = ["Board"]
+
+
+class Board:
+    """Finds the choices of a package by file name; a new file is a new choice.
+
+    Args:
+        package: name of the package.
+        path: its `__path__`.
+    """
+
+    def __init__(self, package: str, path: Iterable[str]):
+        self.package = package
+        self.path = list(path)
+
+    def names(self) -> list[str]:
+        """Names of the choices, sorted; files that start with an underscore are not choices."""
+        return sorted(m.name for m in iter_modules(self.path) if not m.name.startswith("_"))
+
+    def build(self, name: str, *args: Any, **options: Any) -> Any:
+        """What `build(*args, **options)` in the file `name` returns; an unknown name lists all."""
+        check_choice(self.package.rstrip("s"), name, self.names())
+        return import_module(f"{self.package}.{name}").build(*args, **options)

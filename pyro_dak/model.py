@@ -1,0 +1,205 @@
+"""DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
+
+from collections.abc import Mapping
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.nn import PyroModule, pyro_method
+from torch import Tensor, nn
+
+from pyro_dak.activation import KernelActivation
+from pyro_dak.additive import AdditiveLayer, Weights
+from pyro_dak.grids import DyadicGrid
+from pyro_dak.kernels import Kernel, LaplaceKernel
+from pyro_dak.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.priors import HorseshoePrior, PriorLike, resolve_priors, site_prior
+from pyro_dak.scaling import build_scaling
+from pyro_dak.validation import check_integer
+
+__all__ = ["DAK"]
+
+
+class DAK(PyroModule):
+    """Deep additive kernel: extractor -> embedding -> scaling -> additive layer -> likelihood.
+
+    `f_c(x) = sum_p sigma_p phi(h_p(x)) . z[c, p] + mu[c]` (paper, eq. 8). Sites, all outside the
+    data plate: `z` with event `(F, P, M)`, `mu` `(F,)`, with a linear term `linear` `(F, P)`, with
+    a prior over the scales of the units `shrinkage` `(P,)`; then `y` in the plate `data`. F is the
+    number of functions: one per output, two with `HeteroscedasticLikelihood`.
+
+    Args:
+        feature_extractor: any module from x to features `(N, feature_dim)`.
+        feature_dim: D_w.
+        num_units: P.
+        num_outputs: C, outputs or classes.
+        level: L of the grid; M = 2^L - 1.
+        bounds: bounds of the grid.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        likelihood: observation model; the default is `GaussianLikelihood()`.
+        scaling: "standardize", "minmax" or "none".
+        embedding: whether a linear map takes the features to the units; if not, P = D_w.
+        prior: priors of some sites by name (see `pyro_dak.priors`); the rest are N(0, 1).
+        linear_term: whether every unit has a Bayesian linear term beside its process.
+    """
+
+    def __init__(
+        self,
+        feature_extractor: nn.Module,
+        feature_dim: int,
+        num_units: int = 16,
+        num_outputs: int = 1,
+        level: int = 5,
+        bounds: tuple[float, float] = (0.0, 1.0),
+        kernel: Kernel | None = None,
+        likelihood: Likelihood | None = None,
+        scaling: str = "standardize",
+        embedding: bool = True,
+        prior: Mapping[str, PriorLike] | None = None,
+        linear_term: bool = False,
+    ):
+        # A context made under this setting can run with local and with global parameters.
+        with pyro.settings.context(module_local_params=True):
+            super().__init__()
+        check_integer("feature_dim", feature_dim, minimum=1)
+        check_integer("num_units", num_units, minimum=1)
+        check_integer("num_outputs", num_outputs, minimum=1)
+        if not embedding and feature_dim != num_units:
+            raise ValueError(
+                f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
+                f"unit per feature; got {num_units}. Set one to the other, or `embedding=True`."
+            )
+        self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
+        self.feature_extractor = feature_extractor
+        self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
+        self.scaling = build_scaling(scaling, num_units, bounds)
+        self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
+        activation = KernelActivation(
+            DyadicGrid(level, bounds), LaplaceKernel() if kernel is None else kernel
+        )
+        num_functions = self.likelihood.num_functions(num_outputs)
+        self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term)
+        self.site_shapes = self._site_shapes(dict(prior or {}))
+        self.prior = resolve_priors(_with_global_scale(prior), self.site_shapes)
+
+    def _site_shapes(self, prior: dict[str, PriorLike]) -> dict[str, torch.Size]:
+        F, P, M = self.num_functions, self.num_units, self.num_inducing
+        shapes: dict[str, tuple[int, ...]] = {"mu": (F,)}
+        if self.layer.linear_term:
+            shapes["linear"] = (F, P)
+        shapes["z"] = (F, P, M)
+        if isinstance(prior.get("shrinkage"), HorseshoePrior):
+            shapes["global_shrinkage"] = ()
+        if "shrinkage" in prior:
+            shapes["shrinkage"] = (P,)
+        return {name: torch.Size(shape) for name, shape in shapes.items()}
+
+    @property
+    def num_functions(self) -> int:
+        """F."""
+        return self.layer.num_functions
+
+    @property
+    def num_inducing(self) -> int:
+        """M."""
+        return self.layer.activation.num_inducing
+
+    @property
+    def unit_scale(self) -> Tensor:
+        """sigma, `(P,)`."""
+        return self.layer.unit_scale
+
+    @property
+    def has_shrinkage(self) -> bool:
+        """Whether the scales of the units have a prior of their own."""
+        return "shrinkage" in self.site_shapes
+
+    def unit_inputs(self, x: Tensor) -> Tensor:
+        """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
+        features = self.feature_extractor(x)
+        if features.dim() != 2 or features.shape[-1] != self.feature_dim:
+            raise ValueError(
+                f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
+                f"{tuple(features.shape)} for x of shape {tuple(x.shape)}. Flatten its output or "
+                "set `feature_dim`."
+            )
+        return self.scaling(features if self.embedding is None else self.embedding(features))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, num_data: int | None = None) -> Tensor:
+        """The generative program; returns y.
+
+        Args:
+            x: inputs, `(N, ...)`.
+            y: targets, or None to sample them.
+            num_data: size of the data set if x is a minibatch: log-likelihoods count
+                num_data / N times.
+        """
+        return self.observe(self.unit_inputs(x), y, num_data)
+
+    @pyro_method
+    def announce_parameters(self) -> None:
+        """Emit Pyro's param statements, for `SVI` with objectives that trace nothing."""
+        for name in [*self._parameters, *self._modules]:
+            getattr(self, name)
+
+    def observe(self, h: Tensor, y: Tensor | None = None, num_data: int | None = None) -> Tensor:
+        """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
+        N = h.shape[-2]
+        f = self.functions(h, self.sample_weights(h))
+        if y is not None:
+            y = self.likelihood.check_targets(y, self.num_outputs)
+        scale = 1.0 if num_data is None else num_data / N
+        with pyro.plate("data", N), poutine.scale(scale=scale):
+            return pyro.sample("y", self.likelihood.distribution(f), obs=y)
+
+    def sample_weights(self, like: Tensor) -> dict[str, Tensor]:
+        """Sample every latent site from its prior."""
+        values: dict[str, Tensor] = {}
+        for name in self.site_shapes:
+            prior = self.prior_distribution(name, like)
+            if name == "shrinkage" and "global_shrinkage" in values:
+                scale = (
+                    values["global_shrinkage"]
+                    .unsqueeze(-1)
+                    .expand(*values["global_shrinkage"].shape, self.num_units)
+                )
+                prior = dist.HalfCauchy(scale).to_event(1)
+            values[name] = pyro.sample(name, prior)
+        return values
+
+    def prior_distribution(self, name: str, like: Tensor) -> dist.TorchDistribution:
+        """Prior of a site, in the dtype and on the device of `like`."""
+        return site_prior(name, self.prior[name], self.site_shapes[name], like)
+
+    def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
+        """f at unit inputs h for values of the sites, `(..., N, F)`.
+
+        A batch in front of the events is one of draws, with or without Pyro's trailing dimension
+        of size 1 for the data plate.
+        """
+        event_dims = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1}
+        values = {
+            name: _drop_data_dim(sites[name], event_dim)
+            for name, event_dim in event_dims.items()
+            if name in sites
+        }
+        weights = Weights(values["z"], values["mu"], values.get("linear"))
+        return self.layer(h, weights, values.get("shrinkage"))
+
+
+def _with_global_scale(prior: Mapping[str, PriorLike] | None) -> dict[str, PriorLike]:
+    given = dict(prior or {})
+    if isinstance(given.get("shrinkage"), HorseshoePrior):
+        given["global_shrinkage"] = given["shrinkage"]
+    return given
+
+
+def _drop_data_dim(value: Tensor, event_dim: int) -> Tensor:
+    """A site's value without the dimension of the data plate, if it has one.
+
+    Under vectorised particles Pyro gives `(S, 1, *event)`, where 1 is the data plate; from
+    posterior samples `Predictive` gives `(S, *event)`. Weights never vary over the data.
+    """
+    has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
+    return value.squeeze(-event_dim - 1) if has_data_dim else value

@@ -1,0 +1,174 @@
+"""Evidence lower bounds that sample no weights, each a `pyro.infer.ELBO`.
+
+All are in nats for the whole data set: (num_data / N) sum_rows E_q log p(y | f) - KL(q || prior).
+`SVI(model, guide, optim, loss=ClosedFormELBO())` and the module form
+`ClosedFormELBO()(model, guide)` both work; the loss is minus the bound. Nothing is traced: the unit
+inputs are computed once, q(f) is exact, and the KL is closed where (q, prior) has a closed form.
+Other priors cost a single-draw Monte Carlo estimate of the KL.
+"""
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.infer.util import torch_item
+from torch import Tensor
+
+from pyro_dak.gaussian import FunctionMoments, sample_functions
+from pyro_dak.guides import GaussianGuide, MeanFieldGuide
+from pyro_dak.likelihoods import Likelihood
+from pyro_dak.model import DAK
+from pyro_dak.priors import normal_parameters
+from pyro_dak.validation import check_integer
+
+__all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]
+
+
+class ELBOTerms(NamedTuple):
+    """The two terms of a bound, scalars in nats for the whole data set."""
+
+    expected_log_lik: Tensor
+    kl: Tensor
+
+    @property
+    def elbo(self) -> Tensor:
+        """expected_log_lik - kl."""
+        return self.expected_log_lik - self.kl
+
+
+def kl(model: DAK, guide: GaussianGuide) -> Tensor:
+    """KL(q || prior) over the weights, a scalar.
+
+    Exact for normal priors, and for mean-field q wherever torch knows the pair; otherwise the
+    unbiased estimate log q(w) - log p(w) at one draw w.
+    """
+    priors = {name: normal_parameters(model.prior[name]) for name in guide.weight_sites}
+    if all(parameters is not None for parameters in priors.values()):
+        return guide.kl_normal({n: p for n, p in priors.items() if p is not None})
+    like = model.layer.log_unit_scale
+    distributions = {n: model.prior_distribution(n, like) for n in guide.weight_sites}
+    if isinstance(guide, MeanFieldGuide):
+        try:
+            parts = [
+                torch.distributions.kl_divergence(guide.normal_distribution(name), prior)
+                for name, prior in distributions.items()
+            ]
+            return torch.stack(parts).sum()
+        except NotImplementedError:
+            pass
+    trace = poutine.trace(guide).get_trace()
+    trace.compute_log_prob()
+    log_ratio = like.new_zeros(())
+    for name, prior in distributions.items():
+        log_ratio = log_ratio + trace.nodes[name]["log_prob_sum"]
+        log_ratio = log_ratio - prior.log_prob(trace.nodes[name]["value"])
+    return log_ratio
+
+
+class AnalyticELBO(ELBO):
+    """Base: a bound from the exact q(f) of a `GaussianGuide`; subclasses give the expectation."""
+
+    @abstractmethod
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
+
+    def terms(
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: int | None = None
+    ) -> ELBOTerms:
+        """The terms of the bound for a minibatch of a data set of `num_data` rows."""
+        return self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
+
+    def terms_from_units(
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: int | None = None
+    ) -> ELBOTerms:
+        """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
+        self._check(model, guide)
+        y = model.likelihood.check_targets(y, model.num_outputs)
+        if len(y) != len(h):
+            raise ValueError(
+                f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}."
+            )
+        rows = self.expected_log_prob(model.likelihood, y, guide.moments(model.layer, h))
+        scale = 1.0 if num_data is None else num_data / len(y)
+        return ELBOTerms(scale * rows.sum(), kl(model, guide))
+
+    def differentiable_loss(
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: int | None = None
+    ) -> Tensor:
+        """Minus the bound, a scalar that can be differentiated."""
+        return -self.terms(model, guide, x, y, num_data).elbo
+
+    def loss(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, a number."""
+        with torch.no_grad():
+            return torch_item(self.differentiable_loss(model, guide, *args, **kwargs))
+
+    def loss_and_grads(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, a number; its gradient is added to the parameters. Called by `SVI`."""
+        model.announce_parameters()
+        guide.announce_parameters()
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        loss.backward(retain_graph=self.retain_graph)
+        return torch_item(loss)
+
+    def _get_trace(self, model: DAK, guide: GaussianGuide, args: object, kwargs: object) -> None:
+        raise NotImplementedError(f"{type(self).__name__} traces nothing.")
+
+    def _check(self, model: DAK, guide: GaussianGuide) -> None:
+        if not isinstance(guide, GaussianGuide):
+            raise TypeError(
+                f"{type(self).__name__} needs one of pyro_dak's Gaussian guides, whose q(f) is "
+                f"known; got {type(guide).__name__}. Use Trace_ELBO of Pyro for other guides."
+            )
+        if model.has_shrinkage:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs Gaussian f under q, and a prior on `shrinkage` "
+                "breaks it. Use Trace_ELBO of Pyro."
+            )
+
+
+class ClosedFormELBO(AnalyticELBO):
+    """The exact bound without sampling (paper, eq. 23 and KL): the DAK-CF objective.
+
+    For likelihoods whose expectation is closed: Gaussian, heteroscedastic Gaussian, Poisson.
+    """
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_prob(y, moments)
+
+
+class JensenELBO(AnalyticELBO):
+    """A lower bound of the ELBO without sampling, for classes: Jensen on the log-normalizer."""
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_prob_bound(y, moments)
+
+
+class LocalReparamELBO(AnalyticELBO):
+    """Monte Carlo over f (N x F) instead of the weights, for any likelihood: DAK-MC.
+
+    Each row has its own draws of f from the exact marginal, so that rows are independent and the
+    gradient is less noisy than with draws of the weights, which all rows share.
+
+    Args:
+        num_samples: S, draws of f per row.
+    """
+
+    def __init__(self, num_samples: int = 8, **kwargs: int):
+        super().__init__(**kwargs)
+        check_integer("num_samples", num_samples, minimum=1)
+        self.num_samples = num_samples
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        f = sample_functions(moments, self.num_samples)  # (S, N, F)
+        return likelihood.distribution(f).log_prob(y).mean(0)

@@ -1,0 +1,187 @@
+"""Priors as data: what the weights are before they have seen anything.
+
+`DAK(prior={"z": StudentTPrior(df=4), "mu": NormalPrior(scale=3)})` names a prior for some sites;
+the others keep N(0, 1). A value is one of the classes here, a Pyro distribution with the site's
+shape, or a function from the shape to a distribution.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_dak.validation import check_choice, check_positive
+
+__all__ = [
+    "GammaScalePrior",
+    "HorseshoePrior",
+    "LaplacePrior",
+    "NormalPrior",
+    "Prior",
+    "PriorLike",
+    "StudentTPrior",
+    "normal_parameters",
+    "resolve_priors",
+    "site_prior",
+]
+
+
+@dataclass(frozen=True)
+class Prior(ABC):
+    """The same distribution for every element of a site."""
+
+    @abstractmethod
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        """The distribution of one element, in the dtype and on the device of `like`."""
+
+    def distribution(self, shape: torch.Size, like: Tensor) -> dist.TorchDistribution:
+        """The distribution of a site of event shape `shape`."""
+        return self.element(like).expand(shape).to_event(len(shape))
+
+
+PriorLike: TypeAlias = (
+    Prior | dist.TorchDistribution | Callable[[torch.Size], dist.TorchDistribution]
+)
+
+
+@dataclass(frozen=True)
+class NormalPrior(Prior):
+    """N(loc, scale^2)."""
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("scale", self.scale)
+
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        return dist.Normal(like.new_tensor(self.loc), like.new_tensor(self.scale))
+
+
+@dataclass(frozen=True)
+class LaplacePrior(Prior):
+    """Laplace with standard deviation `scale`: sparse weights."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("scale", self.scale)
+
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        return dist.Laplace(like.new_tensor(0.0), like.new_tensor(self.scale / 2**0.5))
+
+
+@dataclass(frozen=True)
+class StudentTPrior(Prior):
+    """Student-t with `df` degrees of freedom: occasional large weights."""
+
+    df: float = 4.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("df", self.df)
+        check_positive("scale", self.scale)
+
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        return dist.StudentT(like.new_tensor(self.df), like.new_tensor(0.0), self.scale)
+
+
+@dataclass(frozen=True)
+class HorseshoePrior(Prior):
+    """Horseshoe over the scales of the units, for the site "shrinkage" only.
+
+    shrinkage_p ~ HalfCauchy(global_shrinkage), global_shrinkage ~ HalfCauchy(global_scale): most
+    units are switched off, a few are free (two sites).
+    """
+
+    global_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("global_scale", self.global_scale)
+
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        return dist.HalfCauchy(like.new_tensor(self.global_scale))
+
+
+@dataclass(frozen=True)
+class GammaScalePrior(Prior):
+    """Automatic relevance: shrinkage_p ~ Gamma(concentration, rate), for the site "shrinkage"."""
+
+    concentration: float = 1.0
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("concentration", self.concentration)
+        check_positive("rate", self.rate)
+
+    def element(self, like: Tensor) -> dist.TorchDistribution:
+        return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
+
+
+def resolve_priors(
+    prior: Mapping[str, PriorLike] | None, shapes: Mapping[str, torch.Size]
+) -> dict[str, Any]:
+    """A prior for every site in `shapes`, from the given ones and N(0, 1) for the rest.
+
+    Raises:
+        ValueError: for an unknown site, or a distribution of another shape than its site.
+    """
+    given = dict(prior or {})
+    for name in given:
+        check_choice("prior", name, [*shapes, "shrinkage"])
+    resolved = {name: given.get(name, NormalPrior()) for name in shapes}
+    for name, value in resolved.items():
+        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior)
+        if is_for_scales != (name in ("shrinkage", "global_shrinkage")) and isinstance(
+            value, Prior
+        ):
+            raise ValueError(
+                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
+                'GammaScalePrior are for "shrinkage", the others for the weights.'
+            )
+        site_prior(name, value, shapes[name], torch.zeros(()))
+    return resolved
+
+
+def site_prior(
+    name: str, value: PriorLike, shape: torch.Size, like: Tensor
+) -> dist.TorchDistribution:
+    """The distribution of a site with event shape `shape`.
+
+    A scalar distribution is expanded, one with the right batch shape is turned into an event.
+    """
+    if isinstance(value, Prior):
+        return value.distribution(shape, like)
+    if not isinstance(value, torch.distributions.Distribution):
+        if not callable(value):
+            raise TypeError(
+                f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
+                f"got {type(value).__name__}."
+            )
+        value = value(shape)
+    if value.event_shape == shape and value.batch_shape == ():
+        return value
+    if value.batch_shape + value.event_shape == shape:
+        return dist.Independent(value, len(value.batch_shape))
+    if value.batch_shape + value.event_shape == ():
+        return dist.Independent(value.expand(shape), len(shape))
+    raise ValueError(
+        f"`prior[{name!r}]` must have event shape {tuple(shape)}, the shape of the site; got batch "
+        f"{tuple(value.batch_shape)} and event {tuple(value.event_shape)}. Use `.expand` and "
+        "`.to_event`, or pass a function of the shape."
+    )
+
+
+def normal_parameters(value: PriorLike) -> tuple[Any, Any] | None:
+    """(loc, scale) if the prior is a product of normals, else None: the KL is then closed."""
+    if isinstance(value, NormalPrior):
+        return value.loc, value.scale
+    while isinstance(value, torch.distributions.Independent):
+        value = value.base_dist
+    if isinstance(value, torch.distributions.Normal):
+        return value.loc, value.scale
+    return None
