@@ -1,6 +1,7 @@
 """Deep additive kernels in Pyro: a network whose last layer is an additive Gaussian process."""
 
 from pyro_dak.activation import KernelActivation
+from pyro_dak.checkpoint import CheckpointError, load, save
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.kernels import LaplaceKernel, MaternKernel, RBFKernel
@@ -15,6 +16,7 @@ from pyro_dak.likelihoods import (
 from pyro_dak.model import DAK
 from pyro_dak.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.posterior import exact_posterior
+from pyro_dak.prediction import components, predict, sample_functions
 from pyro_dak.priors import (
     GammaScalePrior,
     HorseshoePrior,
@@ -22,11 +24,13 @@ from pyro_dak.priors import (
     NormalPrior,
     StudentTPrior,
 )
+from pyro_dak.training import TrainingError, fit
 
 __all__ = [
     "DAK",
     "BernoulliLikelihood",
     "CategoricalLikelihood",
+    "CheckpointError",
     "ClosedFormELBO",
     "DyadicGrid",
     "FullRankGuide",
@@ -47,8 +51,15 @@ __all__ = [
     "RBFKernel",
     "StudentTLikelihood",
     "StudentTPrior",
+    "TrainingError",
     "UnitBlockGuide",
+    "components",
     "exact_posterior",
+    "fit",
+    "load",
+    "predict",
+    "sample_functions",
+    "save",
 ]
 
 __version__ = "0.1.0"

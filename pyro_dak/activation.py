@@ -280,6 +280,10 @@ class KernelActivation(nn.Module):
             )
         return self._constants(like.dtype, like.device)
 
+    def prepare(self, like: Tensor) -> None:
+        """Compute the constants for tensors like this one, ahead of compilation, say."""
+        self._constants(like.dtype, like.device)
+
     def _constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
         key = (dtype, device)
         if key not in self._cache:

@@ -97,6 +97,27 @@ class AdditiveLayer(nn.Module):
         phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h)
         return torch.cat([*columns, phi.flatten(-2)], -1)
 
+    def component_means(self, h: Tensor, weights: Weights) -> Tensor:
+        """Shares of the units in f, sigma_p (phi_p . z[c, p] + r_p linear[c, p]), `(N, F, P)`."""
+        values = self.activation.unit_values(h, weights.z)
+        if weights.linear is not None:
+            values = values + self.linear_inputs(h).unsqueeze(-2) * weights.linear
+        return self.unit_scale * values
+
+    def component_variances(self, h: Tensor, z_root: Tensor, linear_root: Tensor | None) -> Tensor:
+        """Variances of those shares, `(N, F, P)`, from roots of the covariances of each unit.
+
+        Args:
+            h: `(N, P)`.
+            z_root: `(F, P, M, K)`; z[c, p] has covariance R R^T.
+            linear_root: `(F, P, K)` over the same columns, or None.
+        """
+        if linear_root is None:
+            return self.unit_scale.square() * self.activation.unit_block_variances(h, z_root)
+        columns = torch.einsum("npm,fpmk->nfpk", self.activation.features(h), z_root)
+        columns = columns + self.linear_inputs(h)[:, None, :, None] * linear_root
+        return self.unit_scale.square() * columns.square().sum(-1)
+
     def linear_inputs(self, h: Tensor) -> Tensor:
         """r(h): the bounds of the grid mapped to [-1, 1], like h."""
         low, high = self.activation.grid.bounds

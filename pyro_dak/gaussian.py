@@ -26,7 +26,7 @@ __all__ = [
     "kl_tril",
     "kl_tril_to_tril",
     "mean_field_moments",
-    "sample_functions",
+    "sample_marginals",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -51,7 +51,7 @@ class FunctionMoments(NamedTuple):
         return (self.root[..., a] * self.root[..., b]).sum(0)
 
 
-def sample_functions(moments: FunctionMoments, num_samples: int) -> Tensor:
+def sample_marginals(moments: FunctionMoments, num_samples: int) -> Tensor:
     """Draws of f at every row from its exact marginal, `(S, ..., N, F)`; rows are independent.
 
     Functions that share a root are drawn with their covariance.

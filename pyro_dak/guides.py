@@ -57,7 +57,7 @@ class GaussianGuide(PyroModule):
             values[name] = pyro.sample(name, self.scale_distribution(name))
         return values
 
-    def scale_distribution(self, name: str) -> dist.TorchDistribution:
+    def scale_distribution(self, name: str) -> dist.Distribution:
         """q of a shrinkage site."""
         loc, log_scale = getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale")
         return dist.LogNormal(loc, log_scale.exp()).to_event(len(self.site_shapes[name]))
@@ -82,6 +82,13 @@ class GaussianGuide(PyroModule):
 
     def weight_means(self) -> Weights:
         """Means of the weights."""
+        raise NotImplementedError
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        """R with covariance R R^T of the weights of each unit.
+
+        `(F, P, M, K)` for z and, with a linear term, `(F, P, K)` for linear, over common columns.
+        """
         raise NotImplementedError
 
     def _initial_loc(self, *shape: int) -> nn.Parameter:
@@ -112,9 +119,18 @@ class _SiteNormals(GaussianGuide):
     def _normal(self, name: str) -> tuple[Tensor, Tensor]:
         return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
 
-    def normal_distribution(self, name: str) -> dist.TorchDistribution:
+    def normal_distribution(self, name: str) -> dist.Distribution:
         """q of a site of independent normals."""
         return dist.Normal(*self._normal(name)).to_event(len(self.site_shapes[name]))
+
+    def _independent_roots(self, z_root: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Roots of z and of an independent linear term, which gets a column of its own."""
+        if "linear" not in self.site_shapes:
+            return z_root, None
+        linear = torch.nn.functional.pad(
+            self._normal("linear")[1].unsqueeze(-1), (0, z_root.shape[-1])
+        )
+        return torch.nn.functional.pad(z_root, (1, 0)), linear
 
     def weight_means(self) -> Weights:
         return Weights(
@@ -149,6 +165,9 @@ class MeanFieldGuide(_SiteNormals):
             Weights(parts["z"][0], parts["mu"][0], linear_loc),
             Weights(parts["z"][1], parts["mu"][1], linear_scale),
         )
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        return self._independent_roots(torch.diag_embed(self.z_scale))
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         return sum(
@@ -193,6 +212,9 @@ class UnitBlockGuide(_SiteNormals):
             r = (layer.unit_scale * layer.linear_inputs(h)).square()
             var = var + r @ self._normal("linear")[1].square().mT
         return FunctionMoments(mean, var)
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        return self._independent_roots(self.z_scale_tril)
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         kl = kl_tril(self.z_loc, self.z_scale_tril, *priors["z"])
@@ -262,6 +284,11 @@ class FullRankGuide(GaussianGuide):
         mean = layer(h, self.weight_means())
         var = (layer.design(h) @ self.scale_tril).square().sum(-1).mT  # (F, N, K) -> (N, F)
         return FunctionMoments(mean, var)
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        _, P, M = self.site_shapes["z"]
+        linear, z = self.scale_tril[:, 1:].split([sum(self._sizes) - 1 - P * M, P * M], 1)
+        return z.unflatten(1, (P, M)), linear if "linear" in self.site_shapes else None
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         prior_loc, prior_scale = _flat_priors(priors, self.site_shapes, self.weight_sites, self.loc)
@@ -333,6 +360,17 @@ class LowRankGuide(GaussianGuide):
         own = layer.moments(h, self._split(self.loc), self._split(self.log_scale.exp()))
         root = layer(h, self._split(self.factor.mT))  # (rank, N, F)
         return FunctionMoments(own.mean, own.var + root.square().sum(0), root)
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        scale = self._split(self.log_scale.exp())
+        z, _, linear = self._split(self.factor.mT)  # (rank, F, P, M), (rank, F, P)
+        own = torch.diag_embed(scale.z)
+        z_root = torch.cat([own, z.movedim(0, -1)], -1)
+        if linear is None or scale.linear is None:
+            return z_root, None
+        own_linear = torch.nn.functional.pad(scale.linear.unsqueeze(-1), (0, own.shape[-1]))
+        linear_root = torch.cat([own_linear, linear.movedim(0, -1)], -1)
+        return torch.nn.functional.pad(z_root, (1, 0)), linear_root
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         parts = [_expanded(priors[n], self.site_shapes[n], self.loc) for n in self.weight_sites]

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 
+import numpy
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from pyro_dak.gaussian import (
     expected_log_categorical_bound,
     expected_log_heteroscedastic,
     expected_log_normal,
+    sample_marginals,
 )
 from pyro_dak.validation import check_finite, check_floating, check_positive
 
@@ -42,7 +44,7 @@ class Likelihood(nn.Module, ABC):
         return num_outputs
 
     @abstractmethod
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         """p(y | f), batch shape `(..., N)`."""
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
@@ -61,14 +63,48 @@ class Likelihood(nn.Module, ABC):
             "Use LocalReparamELBO, or Trace_ELBO of Pyro."
         )
 
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean of y, its epistemic and its aleatoric variance, each `(..., N, C)`.
+
+        The law of total variance: Var_q E[y | f] and E_q Var[y | f].
+        """
+        nodes, weights = _gauss_hermite(moments)
+        y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
+        mean = (weights * y.mean).sum(0)
+        epistemic = (weights * (y.mean - mean).square()).sum(0)
+        return mean, epistemic, (weights * y.variance).sum(0)
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`.
+
+        By Gauss-Hermite quadrature over each function: outputs are independent given f.
+        """
+        nodes, weights = _gauss_hermite(moments)
+        element = self.distribution(nodes).base_dist
+        return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
         check_floating("y", y)
         return _as_columns(y, num_outputs)
 
+    def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
+        """Targets of the right kind and shape, for a dry run."""
+        return torch.zeros(num_rows, num_outputs)
+
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         """Raise if targets are not in the support; reads the values, so it is for entry points."""
         check_finite("y", y)
+
+
+def _gauss_hermite(moments: FunctionMoments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
+    """Nodes `(Q, ..., N, F)` and weights `(Q, 1, .., 1)` of expectations over each f alone."""
+    mean, var, _ = moments
+    x, w = numpy.polynomial.hermite_e.hermegauss(num_nodes)
+    shape = (num_nodes, *[1] * mean.dim())
+    nodes = mean.new_tensor(x).reshape(shape)
+    weights = mean.new_tensor(w / w.sum()).reshape(shape)
+    return mean + var.sqrt() * nodes, weights
 
 
 def _as_columns(y: Tensor, num_outputs: int) -> Tensor:
@@ -94,7 +130,7 @@ class _NoiseScale(nn.Module):
                 f"`noise_scale` must be a number or one per output, (C,); "
                 f"got shape {tuple(value.shape)}."
             )
-        for entry in value.flatten().tolist():
+        for entry in [] if value.is_meta else value.flatten().tolist():
             check_positive("noise_scale", entry)
         if learn:
             self.log_scale: Tensor = nn.Parameter(value.log())
@@ -124,11 +160,19 @@ class GaussianLikelihood(Likelihood):
         """Standard deviation of the noise, a scalar or `(C,)`."""
         return self.noise()
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Normal(f, self.noise_scale).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_normal(y, moments.mean, moments.var, self.noise_scale)
+
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log N(y | mean, var + noise_scale^2), exactly."""
+        scale = (moments.var + self.noise_scale.square()).sqrt()
+        return dist.Normal(moments.mean, scale).log_prob(y).sum(-1)
 
 
 class HeteroscedasticLikelihood(Likelihood):
@@ -156,7 +200,7 @@ class HeteroscedasticLikelihood(Likelihood):
     def num_functions(self, num_outputs: int) -> int:
         return 2 * num_outputs
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         mean, eta = f.chunk(2, -1)
         return dist.Normal(mean, (0.5 * (eta + self.log_noise_var_offset)).exp()).to_event(1)
 
@@ -171,6 +215,21 @@ class HeteroscedasticLikelihood(Likelihood):
             moments.var[..., eta],
             moments.covariance(f, eta),
         )
+
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        """Var y = v_f + E exp(eta) = v_f + exp(m_eta + v_eta / 2)."""
+        mean, eta_mean = moments.mean.chunk(2, -1)
+        var, eta_var = moments.var.chunk(2, -1)
+        return mean, var, (eta_mean + self.log_noise_var_offset + 0.5 * eta_var).exp()
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
+        mean, _ = moments.mean.chunk(2, -1)
+        var, _ = moments.var.chunk(2, -1)
+        nodes, weights = _gauss_hermite(moments)
+        eta = nodes.chunk(2, -1)[1] + self.log_noise_var_offset
+        element = dist.Normal(mean, (var + eta.exp()).sqrt())
+        return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
 
 class StudentTLikelihood(Likelihood):
@@ -193,7 +252,7 @@ class StudentTLikelihood(Likelihood):
         """Scale of the noise, a scalar or `(C,)`."""
         return self.noise()
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
 
 
@@ -202,11 +261,26 @@ class CategoricalLikelihood(Likelihood):
 
     has_bound = True
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Categorical(logits=f)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_categorical_bound(y, moments.mean, moments.var)
+
+    def class_probabilities(
+        self, moments: FunctionMoments, num_samples: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """E_q softmax(f) `(..., N, C)` and the expected entropy E_q H[softmax(f)] `(..., N)`.
+
+        Averages of probabilities and entropies over `num_samples` draws of f; with None the probit
+        approximation softmax(m_c / sqrt(1 + pi v_c / 8)), whose expected entropy is unknown: NaN.
+        """
+        if num_samples is None:
+            probs = (moments.mean / (1 + math.pi / 8 * moments.var).sqrt()).softmax(-1)
+            return probs, torch.full_like(probs[..., 0], math.nan)
+        log_probs = sample_marginals(moments, num_samples).log_softmax(-1)
+        probs = log_probs.exp()
+        return probs.mean(0), -(probs * log_probs).sum(-1).mean(0)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
@@ -218,6 +292,9 @@ class CategoricalLikelihood(Likelihood):
             raise ValueError(f"`y` must have shape (N,), one label per row; got {tuple(y.shape)}.")
         return y.long()
 
+    def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
+        return torch.zeros(num_rows, dtype=torch.long)
+
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         _check_range(y, 0, num_outputs - 1, "Labels count from 0; set `num_outputs`.")
 
@@ -227,7 +304,7 @@ class BernoulliLikelihood(Likelihood):
 
     has_bound = True
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Bernoulli(logits=f).to_event(1)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
@@ -249,7 +326,7 @@ class PoissonLikelihood(Likelihood):
 
     has_closed_form = True
 
-    def distribution(self, f: Tensor) -> dist.TorchDistribution:
+    def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Poisson(f.exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:

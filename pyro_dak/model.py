@@ -71,6 +71,7 @@ class DAK(PyroModule):
                 f"unit per feature; got {num_units}. Set one to the other, or `embedding=True`."
             )
         self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
+        self.input_shape: tuple[int, ...] | None = None
         self.feature_extractor = feature_extractor
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         self.scaling = build_scaling(scaling, num_units, bounds)
@@ -117,16 +118,20 @@ class DAK(PyroModule):
 
     def unit_inputs(self, x: Tensor) -> Tensor:
         """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
-        features = self.feature_extractor(x)
+        if self.input_shape is None:
+            self.input_shape = tuple(x.shape[1:])
+        return self.embed(self.feature_extractor(x))
+
+    def embed(self, features: Tensor) -> Tensor:
+        """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
         if features.dim() != 2 or features.shape[-1] != self.feature_dim:
             raise ValueError(
                 f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
-                f"{tuple(features.shape)} for x of shape {tuple(x.shape)}. Flatten its output or "
-                "set `feature_dim`."
+                f"{tuple(features.shape)}. Flatten its output or set `feature_dim`."
             )
         return self.scaling(features if self.embedding is None else self.embedding(features))
 
-    def forward(self, x: Tensor, y: Tensor | None = None, num_data: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The generative program; returns y.
 
         Args:
@@ -143,7 +148,7 @@ class DAK(PyroModule):
         for name in [*self._parameters, *self._modules]:
             getattr(self, name)
 
-    def observe(self, h: Tensor, y: Tensor | None = None, num_data: int | None = None) -> Tensor:
+    def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
         N = h.shape[-2]
         f = self.functions(h, self.sample_weights(h))
@@ -168,7 +173,7 @@ class DAK(PyroModule):
             values[name] = pyro.sample(name, prior)
         return values
 
-    def prior_distribution(self, name: str, like: Tensor) -> dist.TorchDistribution:
+    def prior_distribution(self, name: str, like: Tensor) -> dist.Distribution:
         """Prior of a site, in the dtype and on the device of `like`."""
         return site_prior(name, self.prior[name], self.site_shapes[name], like)
 

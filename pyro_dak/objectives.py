@@ -16,7 +16,7 @@ from pyro.infer import ELBO
 from pyro.infer.util import torch_item
 from torch import Tensor
 
-from pyro_dak.gaussian import FunctionMoments, sample_functions
+from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.guides import GaussianGuide, MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
 from pyro_dak.model import DAK
@@ -77,13 +77,13 @@ class AnalyticELBO(ELBO):
         """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
 
     def terms(
-        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: int | None = None
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound for a minibatch of a data set of `num_data` rows."""
         return self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
 
     def terms_from_units(
-        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: int | None = None
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
         self._check(model, guide)
@@ -97,7 +97,7 @@ class AnalyticELBO(ELBO):
         return ELBOTerms(scale * rows.sum(), kl(model, guide))
 
     def differentiable_loss(
-        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: int | None = None
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
     ) -> Tensor:
         """Minus the bound, a scalar that can be differentiated."""
         return -self.terms(model, guide, x, y, num_data).elbo
@@ -170,5 +170,5 @@ class LocalReparamELBO(AnalyticELBO):
     def expected_log_prob(
         self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
     ) -> Tensor:
-        f = sample_functions(moments, self.num_samples)  # (S, N, F)
+        f = sample_marginals(moments, self.num_samples)  # (S, N, F)
         return likelihood.distribution(f).log_prob(y).mean(0)

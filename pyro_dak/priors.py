@@ -35,16 +35,18 @@ class Prior(ABC):
     """The same distribution for every element of a site."""
 
     @abstractmethod
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         """The distribution of one element, in the dtype and on the device of `like`."""
 
-    def distribution(self, shape: torch.Size, like: Tensor) -> dist.TorchDistribution:
+    def distribution(self, shape: torch.Size, like: Tensor) -> dist.Distribution:
         """The distribution of a site of event shape `shape`."""
         return self.element(like).expand(shape).to_event(len(shape))
 
 
 PriorLike: TypeAlias = (
-    Prior | dist.TorchDistribution | Callable[[torch.Size], dist.TorchDistribution]
+    Prior
+    | torch.distributions.Distribution
+    | Callable[[torch.Size], torch.distributions.Distribution]
 )
 
 
@@ -58,7 +60,7 @@ class NormalPrior(Prior):
     def __post_init__(self) -> None:
         check_positive("scale", self.scale)
 
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         return dist.Normal(like.new_tensor(self.loc), like.new_tensor(self.scale))
 
 
@@ -71,7 +73,7 @@ class LaplacePrior(Prior):
     def __post_init__(self) -> None:
         check_positive("scale", self.scale)
 
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         return dist.Laplace(like.new_tensor(0.0), like.new_tensor(self.scale / 2**0.5))
 
 
@@ -86,7 +88,7 @@ class StudentTPrior(Prior):
         check_positive("df", self.df)
         check_positive("scale", self.scale)
 
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         return dist.StudentT(like.new_tensor(self.df), like.new_tensor(0.0), self.scale)
 
 
@@ -103,7 +105,7 @@ class HorseshoePrior(Prior):
     def __post_init__(self) -> None:
         check_positive("global_scale", self.global_scale)
 
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         return dist.HalfCauchy(like.new_tensor(self.global_scale))
 
 
@@ -118,7 +120,7 @@ class GammaScalePrior(Prior):
         check_positive("concentration", self.concentration)
         check_positive("rate", self.rate)
 
-    def element(self, like: Tensor) -> dist.TorchDistribution:
+    def element(self, like: Tensor) -> dist.Distribution:
         return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
 
 
@@ -143,13 +145,11 @@ def resolve_priors(
                 f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
                 'GammaScalePrior are for "shrinkage", the others for the weights.'
             )
-        site_prior(name, value, shapes[name], torch.zeros(()))
+        site_prior(name, value, shapes[name], torch.zeros((), device="cpu"))
     return resolved
 
 
-def site_prior(
-    name: str, value: PriorLike, shape: torch.Size, like: Tensor
-) -> dist.TorchDistribution:
+def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> dist.Distribution:
     """The distribution of a site with event shape `shape`.
 
     A scalar distribution is expanded, one with the right batch shape is turned into an event.
@@ -164,7 +164,7 @@ def site_prior(
             )
         value = value(shape)
     if value.event_shape == shape and value.batch_shape == ():
-        return value
+        return value if isinstance(value, dist.Distribution) else dist.Independent(value, 0)
     if value.batch_shape + value.event_shape == shape:
         return dist.Independent(value, len(value.batch_shape))
     if value.batch_shape + value.event_shape == ():

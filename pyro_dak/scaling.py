@@ -1,13 +1,17 @@
-"""Bringing the unit inputs into the bounds of the grid, independently of the batch at hand.
+"""Bringing the unit inputs into the bounds of the grid.
 
-A scaling is an affine map per unit whose statistics are buffers: updated by each training batch,
-fixed in eval mode, saved with the model. In training mode the statistics are updated first and then
-used, without gradient, so that what the network is trained through is what predicts later.
+A scaling is an affine map per unit. In training mode its statistics are those of the batch, with
+their gradient, as in batch normalisation, and running averages of them are kept in buffers; in
+eval mode the running statistics are used, so that a prediction depends on its own row alone.
+(Detached running statistics in training were tried: the scale of the features then drifts, and the
+test error doubles.) Across processes the statistics are those of the global batch.
 """
 
 import warnings
+from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from pyro_dak.validation import check_bounds, check_choice, check_integer, check_positive
@@ -16,27 +20,53 @@ __all__ = ["SCALINGS", "MinMax", "NoScaling", "Scaling", "Standardize", "build_s
 
 
 class Scaling(nn.Module):
-    """Affine map `h -> h * gain + shift` per unit, `(..., N, P)` to `(..., N, P)`."""
+    """Affine map per unit, `(..., N, P)` to `(..., N, P)`, with two statistics `(P,)` a unit.
 
-    def __init__(self, num_units: int, bounds: tuple[float, float]):
+    Subclasses say how the statistics come from a batch and how the map comes from them.
+
+    Args:
+        num_units: P.
+        bounds: bounds of the grid.
+        momentum: weight of a new batch in the running statistics. The first batches are averaged
+            with weight 1/t instead, so that the start leaves no trace.
+    """
+
+    first: Tensor
+    second: Tensor
+    num_batches: Tensor
+
+    def __init__(self, num_units: int, bounds: tuple[float, float], momentum: float = 0.1):
         super().__init__()
         check_integer("num_units", num_units, minimum=1)
         check_bounds("bounds", bounds)
-        self.num_units = num_units
-        self.bounds = bounds
-        self.is_frozen = False
+        check_positive("momentum", momentum)
+        self.num_units, self.bounds, self.momentum = num_units, bounds, momentum
+        self.register_buffer("first", torch.zeros(num_units))
+        self.register_buffer("second", torch.ones(num_units))
+        self.register_buffer("num_batches", torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
-        if self.training and not self.is_frozen:
-            self.update(h.detach())
-        gain, shift = self.gain_and_shift()
-        return torch.addcmul(shift, h, gain)
+        rows = h.flatten(0, -2)
+        # A single row has no spread: it is mapped by what earlier batches showed.
+        if not self.training or len(rows) < 2:
+            return self.apply_map(h, self.first, self.second)
+        first, second = self.batch_statistics(rows)
+        self._update(first.detach(), second.detach())
+        return self.apply_map(h, first, second)
 
-    def update(self, h: Tensor) -> None:
-        """Take the statistics of a batch `(..., N, P)` into the running ones."""
+    @torch.no_grad()
+    def _update(self, first: Tensor, second: Tensor) -> None:
+        self.num_batches += 1
+        weight = (1 / self.num_batches).clamp(min=self.momentum).to(first.dtype)
+        self.first.lerp_(first, weight)
+        self.second.lerp_(second, weight)
 
-    def gain_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Gain and shift of the map, each `(P,)`."""
+    def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The two statistics of a batch `(N, P)`, each `(P,)`."""
+        raise NotImplementedError
+
+    def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """The map that these statistics define, applied to h."""
         raise NotImplementedError
 
     def spread(self) -> Tensor:
@@ -51,7 +81,7 @@ class Scaling(nn.Module):
         return torch.nonzero(spread <= 1e-6 * spread.max().clamp(min=1e-6)).flatten().tolist()
 
     def warn_if_dead(self) -> None:
-        """Warn once about units that do not vary."""
+        """Warn about units that do not vary."""
         dead = self.dead_units()
         if dead:
             warnings.warn(
@@ -66,20 +96,15 @@ class Scaling(nn.Module):
 
 
 class Standardize(Scaling):
-    """Mean to the middle of the bounds, `num_std` running standard deviations to either bound.
+    """Mean to the middle of the bounds, `num_std` standard deviations to either bound.
 
     Args:
         num_units: P.
         bounds: bounds of the grid.
-        momentum: weight of a new batch in the running statistics. The first batches are averaged
-            with weight 1/t instead, so that the start leaves no trace.
+        momentum: weight of a new batch in the running statistics.
         num_std: standard deviations between the middle and a bound.
         eps: added to the variance, so that a constant unit maps to the middle.
     """
-
-    loc: Tensor
-    var: Tensor
-    num_batches: Tensor
 
     def __init__(
         self,
@@ -89,36 +114,32 @@ class Standardize(Scaling):
         num_std: float = 2.0,
         eps: float = 1e-6,
     ):
-        super().__init__(num_units, bounds)
-        check_positive("momentum", momentum)
+        super().__init__(num_units, bounds, momentum)
         check_positive("num_std", num_std)
-        self.momentum, self.num_std, self.eps = momentum, num_std, eps
-        self.register_buffer("loc", torch.zeros(num_units))
-        self.register_buffer("var", torch.ones(num_units))
-        self.register_buffer("num_batches", torch.zeros(()))
+        self.num_std, self.eps = num_std, eps
 
-    @torch.no_grad()
-    def update(self, h: Tensor) -> None:
-        rows = h.reshape(-1, self.num_units)
-        var, loc = torch.var_mean(rows, 0, correction=0)
-        self.num_batches += 1
-        weight = (1 / self.num_batches).clamp(min=self.momentum)
-        # Law of total variance: between the batch and what came before there is a spread of means.
-        between = weight * (1 - weight) * (loc - self.loc).square()
-        self.var.lerp_(var, weight).add_(between)
-        self.loc.lerp_(loc, weight)
+    def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance; over all processes if there are several."""
+        if not _is_distributed():
+            var, mean = torch.var_mean(rows, 0, correction=0)
+            return mean, var
+        count = rows.new_full((1,), len(rows))
+        totals = _sum_over_processes(torch.cat([rows.sum(0), count]))
+        mean = totals[:-1] / totals[-1]
+        squares = _sum_over_processes((rows - mean).square().sum(0))
+        return mean, squares / totals[-1]
 
-    def gain_and_shift(self) -> tuple[Tensor, Tensor]:
+    def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
         low, high = self.bounds
-        gain = (high - low) / (2 * self.num_std) * (self.var + self.eps).rsqrt()
-        return gain, (low + high) / 2 - self.loc * gain
+        gain = (high - low) / (2 * self.num_std) * (second + self.eps).rsqrt()
+        return torch.addcmul((low + high) / 2 - first * gain, h, gain)
 
     def spread(self) -> Tensor:
-        return self.var.sqrt()
+        return self.second.sqrt()
 
 
 class MinMax(Scaling):
-    """Running minimum to the lower bound, running maximum to the upper (the paper's, mended).
+    """Minimum to the lower bound, maximum to the upper, per unit (the paper's, mended).
 
     Args:
         num_units: P.
@@ -127,10 +148,6 @@ class MinMax(Scaling):
         eps: least width between minimum and maximum.
     """
 
-    low: Tensor
-    high: Tensor
-    num_batches: Tensor
-
     def __init__(
         self,
         num_units: int,
@@ -138,27 +155,24 @@ class MinMax(Scaling):
         momentum: float = 0.1,
         eps: float = 1e-6,
     ):
-        super().__init__(num_units, bounds)
-        check_positive("momentum", momentum)
-        self.momentum, self.eps = momentum, eps
-        self.register_buffer("low", torch.zeros(num_units))
-        self.register_buffer("high", torch.ones(num_units))
-        self.register_buffer("num_batches", torch.zeros(()))
+        super().__init__(num_units, bounds, momentum)
+        self.eps = eps
 
-    @torch.no_grad()
-    def update(self, h: Tensor) -> None:
-        low, high = torch.aminmax(h.reshape(-1, self.num_units), dim=0)
-        self.num_batches += 1
-        weight = (1 / self.num_batches).clamp(min=self.momentum)
-        self.low.lerp_(low, weight)
-        self.high.lerp_(high, weight)
+    def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Minimum and maximum; over all processes, then without gradient, if there are several."""
+        low, high = torch.aminmax(rows, dim=0)
+        if _is_distributed():
+            extremes = torch.cat([-low, high]).detach()
+            torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+            return -extremes[: self.num_units], extremes[self.num_units :]
+        return low, high
 
-    def gain_and_shift(self) -> tuple[Tensor, Tensor]:
-        gain = (self.bounds[1] - self.bounds[0]) / (self.high - self.low).clamp(min=self.eps)
-        return gain, self.bounds[0] - self.low * gain
+    def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        gain = (self.bounds[1] - self.bounds[0]) / (second - first).clamp(min=self.eps)
+        return torch.addcmul(self.bounds[0] - first * gain, h, gain)
 
     def spread(self) -> Tensor:
-        return self.high - self.low
+        return self.second - self.first
 
 
 class NoScaling(Scaling):
@@ -167,11 +181,8 @@ class NoScaling(Scaling):
     def forward(self, h: Tensor) -> Tensor:
         return h
 
-    def gain_and_shift(self) -> tuple[Tensor, Tensor]:
-        return torch.ones(self.num_units), torch.zeros(self.num_units)
-
     def spread(self) -> Tensor:
-        return torch.ones(self.num_units)
+        return torch.ones_like(self.first)
 
 
 SCALINGS: dict[str, type[Scaling]] = {
@@ -185,3 +196,26 @@ def build_scaling(name: str, num_units: int, bounds: tuple[float, float]) -> Sca
     """The scaling called `name`: "standardize", "minmax" or "none"."""
     check_choice("scaling", name, SCALINGS)
     return SCALINGS[name](num_units, bounds)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _sum_over_processes(value: Tensor) -> Tensor:
+    """Sum over the processes, with its gradient."""
+    return _Sum.apply(value)
+
+
+class _Sum(torch.autograd.Function):
+    """Every process gets the sum, so the gradient of a part is the sum of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Sum.apply(grad)
