@@ -32,6 +32,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.activation
+	$(BIN)/python -m benchmarks.prediction
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -125,7 +125,8 @@ class AdditiveLayer(nn.Module):
 
     def residual_variance(self, h: Tensor) -> Tensor:
         """Prior variance lost by the grid, sum_p sigma_p^2 (1 - phi phi^T), `(..., N, 1)`."""
-        return (self.activation.residual_variance(h) @ self.unit_scale.square()).unsqueeze(-1)
+        lost = self.unit_scale.square() * self.activation.residual_variance(h)
+        return lost.sum(-1, keepdim=True)
 
     def split(self, flat: Tensor) -> Weights:
         """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""

@@ -17,13 +17,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyro
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from pyro_dak.config import build_guide, build_model, describe_guide, describe_model
+from pyro_dak.config import (
+    build_guide,
+    build_model,
+    describe_guide,
+    describe_model,
+    set_up_guide,
+)
 from pyro_dak.model import DAK
 
 __all__ = ["CheckpointError", "Loaded", "load", "read_directory", "save", "write_directory"]
@@ -105,9 +110,14 @@ def load(
         shape = config["input_shape"]
         model.input_shape = None if shape is None else tuple(shape)
         example = None if shape is None else torch.zeros(2, *shape, dtype=dtype)
-        with torch.random.fork_rng(devices=[]), pyro.settings.context(module_local_params=True):
+        with torch.random.fork_rng(devices=[]):
             model.eval()
-            made = build_guide(config["guide"], model, example) if guide is None else guide(model)
+            if guide is None:
+                made = build_guide(config["guide"], model, example)
+            else:
+                made = guide(model)
+                if example is not None:
+                    set_up_guide(made, model, example)
         made.to(dtype)
         load_module_tensors(model, made, tensors)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pyro.infer.autoguide as autoguide
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_dak import guides, kernels, likelihoods, priors
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, local_parameters
 from pyro_dak.scaling import SCALINGS, MinMax, Standardize
 
 __all__ = [
@@ -64,7 +63,6 @@ _AUTOGUIDES = {
     for c in (
         autoguide.AutoDelta,
         autoguide.AutoDiagonalNormal,
-        autoguide.AutoIAFNormal,
         autoguide.AutoLowRankMultivariateNormal,
         autoguide.AutoMultivariateNormal,
         autoguide.AutoNormal,
@@ -240,15 +238,13 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
 
     The targets must be given: an unobserved `y` would count as one more latent site.
     """
-    for module in guide.modules():
-        if isinstance(module, PyroModule) and not hasattr(module._pyro_context, "param_state"):
-            module._pyro_context.param_state = {"params": {}, "constraints": {}}
     if isinstance(guide, guides.GaussianGuide) or getattr(guide, "prototype_trace", 0) is not None:
         return
     y = model.likelihood.placeholder_targets(len(example), model.num_outputs)
     is_training = model.training
     model.eval()
-    guide(example, y.to(example.device))
+    with local_parameters(model, guide):
+        guide(example, y.to(example.device))
     model.train(is_training)
     guide.to(example.device)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -54,7 +53,7 @@ class Run:
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: Any,
         loss: Loss,
         optimizer: torch.optim.Optimizer,
         data: ResidentData | LoaderData,

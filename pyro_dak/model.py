@@ -1,6 +1,8 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -14,11 +16,18 @@ from pyro_dak.additive import AdditiveLayer, Weights
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.kernels import Kernel, LaplaceKernel
 from pyro_dak.likelihoods import GaussianLikelihood, Likelihood
-from pyro_dak.priors import HorseshoePrior, PriorLike, resolve_priors, site_prior
+from pyro_dak.priors import (
+    HorseshoePrior,
+    Prior,
+    PriorLike,
+    normal_parameters,
+    resolve_priors,
+    site_prior,
+)
 from pyro_dak.scaling import build_scaling
 from pyro_dak.validation import check_integer
 
-__all__ = ["DAK"]
+__all__ = ["DAK", "local_parameters"]
 
 
 class DAK(PyroModule):
@@ -177,6 +186,13 @@ class DAK(PyroModule):
         """Prior of a site, in the dtype and on the device of `like`."""
         return site_prior(name, self.prior[name], self.site_shapes[name], like)
 
+    def normal_prior(self, name: str) -> tuple[Any, Any] | None:
+        """(loc, scale) of a site's prior if it is a product of normals, else None."""
+        value = self.prior[name]
+        if not isinstance(value, Prior | torch.distributions.Distribution):
+            value = self.prior_distribution(name, self.layer.log_unit_scale)
+        return normal_parameters(value)
+
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites, `(..., N, F)`.
 
@@ -191,6 +207,21 @@ class DAK(PyroModule):
         }
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
+
+
+@contextmanager
+def local_parameters(*modules: nn.Module) -> Iterator[None]:
+    """Parameters inside their modules, not in Pyro's global store, for these Pyro modules.
+
+    Pyro prepares a module for this only if it was made under the setting; autoguides made before
+    are prepared here.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
+                part._pyro_context.param_state = {"params": {}, "constraints": {}}
+    with pyro.settings.context(module_local_params=True):
+        yield
 
 
 def _with_global_scale(prior: Mapping[str, PriorLike] | None) -> dict[str, PriorLike]:

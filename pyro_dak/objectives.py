@@ -20,7 +20,6 @@ from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.guides import GaussianGuide, MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
 from pyro_dak.model import DAK
-from pyro_dak.priors import normal_parameters
 from pyro_dak.validation import check_integer
 
 __all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]
@@ -44,7 +43,7 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
     Exact for normal priors, and for mean-field q wherever torch knows the pair; otherwise the
     unbiased estimate log q(w) - log p(w) at one draw w.
     """
-    priors = {name: normal_parameters(model.prior[name]) for name in guide.weight_sites}
+    priors = {name: model.normal_prior(name) for name in guide.weight_sites}
     if all(parameters is not None for parameters in priors.values()):
         return guide.kl_normal({n: p for n, p in priors.items() if p is not None})
     like = model.layer.log_unit_scale
@@ -65,6 +64,20 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
         log_ratio = log_ratio + trace.nodes[name]["log_prob_sum"]
         log_ratio = log_ratio - prior.log_prob(trace.nodes[name]["value"])
     return log_ratio
+
+
+def _announce(model: DAK, guide: GaussianGuide) -> None:
+    """Emit the param statements that `SVI` looks for, and see that they are these parameters."""
+    with poutine.trace(param_only=True) as capture:
+        model.announce_parameters()
+        guide.announce_parameters()
+    known = {id(site["value"].unconstrained()) for site in capture.trace.nodes.values()}
+    for name, parameter in [*model.named_parameters(), *guide.named_parameters()]:
+        if id(parameter) not in known:
+            raise RuntimeError(
+                f"Pyro's parameter store holds another tensor under the name of `{name}`, from an "
+                "earlier model; SVI would train that one. Call pyro.clear_param_store() first."
+            )
 
 
 class AnalyticELBO(ELBO):
@@ -109,8 +122,7 @@ class AnalyticELBO(ELBO):
 
     def loss_and_grads(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, a number; its gradient is added to the parameters. Called by `SVI`."""
-        model.announce_parameters()
-        guide.announce_parameters()
+        _announce(model, guide)
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         loss.backward(retain_graph=self.retain_graph)
         return torch_item(loss)

@@ -1,8 +1,8 @@
 """The exact posterior of the last layer for a Gaussian likelihood, and the log evidence."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from pyro_dak.guides import FullRankGuide
 from pyro_dak.likelihoods import GaussianLikelihood
 from pyro_dak.model import DAK
-from pyro_dak.priors import normal_parameters
 from pyro_dak.validation import check_finite
 
 __all__ = ["ExactPosterior", "exact_posterior"]
@@ -24,14 +23,21 @@ class ExactPosterior(NamedTuple):
 
 
 @torch.no_grad()
-def exact_posterior(model: DAK, x: Tensor, y: Tensor, chunk_size: int = 4096) -> ExactPosterior:
+def exact_posterior(
+    model: DAK,
+    x: Tensor,
+    y: Tensor,
+    *,
+    residual_variance: bool = False,
+    chunk_size: int = 4096,
+) -> ExactPosterior:
     """Posterior of (z, mu, linear) at the features as they are, exactly, in float64.
 
-    For each output y = Phi w + noise with rows Phi from `AdditiveLayer.design` and
-    w ~ N(w0, diag(s0^2)). With whitened weights (w - w0) / s0 and B = Phi diag(s0) / noise_scale
-    the posterior precision is I + B^T B, and
+    For each output y = Phi w + noise with rows Phi from `AdditiveLayer.design`,
+    w ~ N(w0, diag(s0^2)) and noise of variance v_n at row n. With whitened weights (w - w0) / s0
+    and B = diag(v)^{-1/2} Phi diag(s0) the posterior precision is I + B^T B, and
 
-        log p(y) = -(N log(2 pi noise_scale^2) + log det(I + B^T B) + r^T r - m^T (I + B^T B) m) / 2
+        log p(y) = -(sum_n log(2 pi v_n) + log det(I + B^T B) + r^T r - m^T (I + B^T B) m) / 2
 
     with r the whitened residual of the prior mean and m the whitened posterior mean. The
     factorisation is of I + B^T B (K x K, accumulated over chunks of rows) or of I + B B^T (N x N),
@@ -41,6 +47,10 @@ def exact_posterior(model: DAK, x: Tensor, y: Tensor, chunk_size: int = 4096) ->
         model: with `GaussianLikelihood` and normal priors; evaluated in eval mode.
         x: inputs, `(N, ...)`.
         y: targets, `(N, C)`, or `(N,)` for one output.
+        residual_variance: whether v_n is noise_scale^2 plus the prior variance that the grid loses
+            at row n, instead of noise_scale^2 alone. On a fine grid this is the posterior of the
+            additive GP itself (rows that share no interval between nodes lose independent parts);
+            without it, it is the posterior of the model as written.
         chunk_size: rows at a time.
     """
     loc0, scale0 = _prior_parameters(model)
@@ -55,17 +65,14 @@ def exact_posterior(model: DAK, x: Tensor, y: Tensor, chunk_size: int = 4096) ->
     is_training = model.training
     model.eval()
     try:
-        chunks = _design_and_residuals(model, x, y, loc0, chunk_size)
-        solver = _by_weights(chunks) if len(y) > loc0.shape[-1] else _by_rows(chunks)
+        chunks = _design_and_residuals(model, x, y, loc0, residual_variance, chunk_size)
+        solver = _by_weights if len(y) > loc0.shape[-1] else _by_rows
+        parts = solver(chunks, scale0, noise_scale)
     finally:
         model.train(is_training)
-    parts = [solver(c, scale0[c], noise_scale[c]) for c in range(model.num_outputs)]
-    loc = loc0 + scale0 * torch.stack([mean for mean, _, _ in parts])
-    tril = scale0.unsqueeze(-1) * torch.stack([tril for _, tril, _ in parts])
-    log_evidence = sum(
-        -0.5 * (len(y) * (math.log(2 * math.pi) + 2 * math.log(noise)) + fit)
-        for noise, (_, _, fit) in zip(noise_scale, parts, strict=True)
-    )
+    loc = loc0 + scale0 * torch.stack([part.mean for part in parts])
+    tril = scale0.unsqueeze(-1) * torch.stack([part.tril for part in parts])
+    log_evidence = -0.5 * sum(len(y) * math.log(2 * math.pi) + part.fit for part in parts)
     like = model.layer.log_unit_scale
     guide = FullRankGuide(model).to(like.device, like.dtype)
     guide.set_parameters(loc, tril)
@@ -80,7 +87,7 @@ def _prior_parameters(model: DAK) -> tuple[Tensor, Tensor]:
     for name in ("mu", "linear", "z"):
         if name not in model.site_shapes:
             continue
-        parameters = normal_parameters(model.prior[name])
+        parameters = model.normal_prior(name)
         if parameters is None:
             raise NotImplementedError(
                 f"The exact posterior needs normal priors; site `{name}` has "
@@ -106,59 +113,80 @@ def _noise_scale(model: DAK) -> list[float]:
     return model.likelihood.noise_scale.double().expand(model.num_outputs).tolist()
 
 
+class _Solution(NamedTuple):
+    """Of one output: mean and Cholesky factor of the whitened weights, and the evidence's terms
+
+    sum_n log v_n + log det(I + B^T B) + r^T r - m^T (I + B^T B) m.
+    """
+
+    mean: Tensor
+    tril: Tensor
+    fit: float
+
+
+# Chunks of Phi (n, K), of the residuals of the prior mean (n, C), and of the variance lost (n,).
+_Chunks = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
 def _design_and_residuals(
-    model: DAK, x: Tensor, y: Tensor, loc0: Tensor, chunk_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of Phi `(n, K)` and of the residuals of the prior mean `(n, C)`, float64."""
+    model: DAK, x: Tensor, y: Tensor, loc0: Tensor, residual_variance: bool, chunk_size: int
+) -> _Chunks:
     for start in range(0, len(x), chunk_size):
         h = model.unit_inputs(x[start : start + chunk_size]).double()
         design = model.layer.design(h)
-        yield design, y[start : start + chunk_size].double() - design @ loc0.mT
+        lost = model.layer.residual_variance(h).squeeze(-1)
+        residual = y[start : start + chunk_size].double() - design @ loc0.mT
+        yield design, residual, lost if residual_variance else torch.zeros_like(lost)
 
 
-# Posterior mean and Cholesky factor of the whitened weights of output c, and the term
-# log det(I + B^T B) + r^T r - m^T (I + B^T B) m of its evidence, from (c, s0, noise_scale).
-Solver = Callable[[int, Tensor, float], tuple[Tensor, Tensor, float]]
-
-
-def _by_weights(chunks: Iterator[tuple[Tensor, Tensor]]) -> Solver:
-    """Solve with I + B^T B, K x K, from sums over the rows.
+def _by_weights(chunks: _Chunks, scale0: Tensor, noise_scale: list[float]) -> list[_Solution]:
+    """Solve with I + B^T B, K x K, from sums over the rows, one per level of noise.
 
     With J the reversal, chol(J A J) reversed is an upper U with A = U U^T, so that U^{-T} is the
     lower Cholesky factor of A^{-1}.
     """
-    gram = moment = square = torch.zeros((), dtype=torch.float64)
-    for design, residual in chunks:
-        gram = gram.to(design.device) + design.mT @ design
-        moment = moment.to(design.device) + design.mT @ residual
-        square = square.to(design.device) + residual.square().sum(0)
-
-    def solve(c: int, scale0: Tensor, noise_scale: float) -> tuple[Tensor, Tensor, float]:
-        eye = torch.eye(len(scale0), dtype=torch.float64, device=gram.device)
-        weight = scale0 / noise_scale
-        precision = eye + weight.unsqueeze(-1) * gram * weight
+    C, K = len(noise_scale), scale0.shape[-1]
+    options: dict[str, Any] = {"dtype": torch.float64, "device": scale0.device}
+    gram = {noise: torch.zeros(K, K, **options) for noise in set(noise_scale)}
+    moment, square, log_var = (torch.zeros(*shape, **options) for shape in ((C, K), (C,), (C,)))
+    for design, residual, lost in chunks:
+        for noise, total in gram.items():
+            total += design.mT @ (design / (noise**2 + lost).unsqueeze(-1))
+        for c, noise in enumerate(noise_scale):
+            var = noise**2 + lost
+            moment[c] += design.mT @ (residual[:, c] / var)
+            square[c] += (residual[:, c].square() / var).sum()
+            log_var[c] += var.log().sum()
+    eye = torch.eye(K, **options)
+    solutions = []
+    for c, noise in enumerate(noise_scale):
+        precision = eye + scale0[c].unsqueeze(-1) * gram[noise] * scale0[c]
         upper = torch.linalg.cholesky(precision.flip(-1, -2)).flip(-1, -2)
         tril = torch.linalg.solve_triangular(upper, eye, upper=True).mT
-        half = tril.mT @ (weight * moment[:, c] / noise_scale)
-        log_det = 2 * float(upper.diagonal().log().sum())
-        return tril @ half, tril, log_det + float(square[c]) / noise_scale**2 - float(half @ half)
+        half = tril.mT @ (scale0[c] * moment[c])
+        fit = log_var[c] + 2 * upper.diagonal().log().sum() + square[c] - half @ half
+        solutions.append(_Solution(tril @ half, tril, float(fit)))
+    return solutions
 
-    return solve
 
-
-def _by_rows(chunks: Iterator[tuple[Tensor, Tensor]]) -> Solver:
+def _by_rows(chunks: _Chunks, scale0: Tensor, noise_scale: list[float]) -> list[_Solution]:
     """Solve with I + B B^T = L L^T, N x N: covariance I - V V^T with V = B^T L^{-T}."""
-    designs, residuals = zip(*chunks, strict=True)
-    design, residual = torch.cat(designs), torch.cat(residuals)
-
-    def solve(c: int, scale0: Tensor, noise_scale: float) -> tuple[Tensor, Tensor, float]:
-        B, r = design * (scale0 / noise_scale), residual[:, c] / noise_scale
-        eye = torch.eye(max(B.shape), dtype=torch.float64, device=B.device)
-        L = torch.linalg.cholesky(eye[: len(r), : len(r)] + B @ B.mT)
+    design, residual, lost = (torch.cat(part) for part in zip(*chunks, strict=True))
+    N, K = design.shape
+    eye = torch.eye(max(N, K), dtype=torch.float64, device=design.device)
+    solutions = []
+    for c, noise in enumerate(noise_scale):
+        var = noise**2 + lost
+        B, r = design * scale0[c] / var.sqrt().unsqueeze(-1), residual[:, c] / var.sqrt()
+        L = torch.linalg.cholesky(eye[:N, :N] + B @ B.mT)
         V = torch.linalg.solve_triangular(L, B, upper=False).mT  # (K, N)
         half = torch.linalg.solve_triangular(L, r.unsqueeze(-1), upper=False).squeeze(-1)
-        K = len(scale0)
-        tril = torch.linalg.cholesky(eye[:K, :K] - V @ V.mT)
-        return V @ half, tril, 2 * float(L.diagonal().log().sum()) + float(half @ half)
-
-    return solve
+        tril, info = torch.linalg.cholesky_ex(eye[:K, :K] - V @ V.mT)
+        if int(info) != 0:
+            raise ValueError(
+                f"`noise_scale`={noise:.2g} is too small against the scale of f: the posterior is "
+                "singular in float64. Raise it."
+            )
+        fit = var.log().sum() + 2 * L.diagonal().log().sum() + half @ half
+        solutions.append(_Solution(V @ half, tril, float(fit)))
+    return solutions

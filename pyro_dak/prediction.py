@@ -19,7 +19,7 @@ from pyro_dak.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, local_parameters
 from pyro_dak.validation import check_choice, check_finite, check_floating, check_integer
 
 __all__ = [
@@ -144,7 +144,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     for module in modules:
         module.eval()
     try:
-        with torch.no_grad(), pyro.settings.context(module_local_params=True):
+        with torch.no_grad(), local_parameters(*modules):
             yield
     finally:
         for module, mode in modes:

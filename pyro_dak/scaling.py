@@ -48,7 +48,7 @@ class Scaling(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         rows = h.flatten(0, -2)
         # A single row has no spread: it is mapped by what earlier batches showed.
-        if not self.training or len(rows) < 2:
+        if not self.training or (len(rows) < 2 and not _is_distributed()):
             return self.apply_map(h, self.first, self.second)
         first, second = self.batch_statistics(rows)
         self._update(first.detach(), second.detach())

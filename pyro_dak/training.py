@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyro
 import torch
-from lightning_fabric import Fabric
 from pyro.infer import ELBO, Trace_ELBO
 from torch import Tensor, nn
 
@@ -17,7 +15,7 @@ from pyro_dak.guides import GaussianGuide
 from pyro_dak.history import Checkpoints, History, Settings, TrainingError
 from pyro_dak.loop import Run
 from pyro_dak.loss import Loss, extract_features, frozen, use_compiled
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, local_parameters
 from pyro_dak.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.optimization import Schedule, build_optimizer, schedule_fn
 from pyro_dak.validation import check_choice, check_integer, check_positive
@@ -141,6 +139,9 @@ def fit(
         fixed_features,
         seed,
     )
+    # Imported here: it takes longer than all the rest of the package together.
+    from lightning_fabric import Fabric
+
     if devices is None:
         devices = "auto" if os.environ.get("LT_CLI_USED") else 1
     fabric = Fabric(
@@ -150,7 +151,7 @@ def fit(
     cuda = [fabric.device] if fabric.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices=cuda),
-        pyro.settings.context(module_local_params=True),
+        local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),
     ):
         torch.manual_seed(seed + fabric.global_rank)
@@ -209,7 +210,7 @@ def _split_validation(
 
 
 def _batches(
-    fabric: Fabric, model: DAK, data: Any, settings: Settings, num_data: int | None
+    fabric: Any, model: DAK, data: Any, settings: Settings, num_data: int | None
 ) -> ResidentData | LoaderData:
     rank, world_size = fabric.global_rank, fabric.world_size
     if not settings.fixed_features:
@@ -235,7 +236,7 @@ def _is_pair(data: Any) -> bool:
 
 
 def _optimizer(
-    model: DAK, guide: nn.Module, settings: Settings, fabric: Fabric, precision: Any
+    model: DAK, guide: nn.Module, settings: Settings, fabric: Any, precision: Any
 ) -> torch.optim.Optimizer:
     network = [*model.feature_extractor.parameters()]
     network += [] if model.embedding is None else [*model.embedding.parameters()]
