@@ -1,0 +1,11 @@
+"""The board of models: one file each, with `build(input_dim, ...) -> model` in it.
+
+`models.build("dak", input_dim=8)`; the name of a file is the name of the choice, and a new file is
+a new choice. `names()` lists them.
+"""
+
+from pyro_dak.boards import Board
+
+_BOARD = Board(__name__, __path__)
+names = _BOARD.names
+build = _BOARD.build

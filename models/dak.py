@@ -1,0 +1,29 @@
+"""The paper's model for tables: D -> 64 -> 32 -> D_w with ReLUs between, then P additive units."""
+
+from typing import Any
+
+from models._recipe import backbone
+from pyro_dak import DAK
+from pyro_dak.likelihoods import Likelihood
+
+
+def build(
+    input_dim: int,
+    num_outputs: int = 1,
+    feature_dim: int = 64,
+    num_units: int = 16,
+    level: int = 3,
+    likelihood: Likelihood | None = None,
+    relu_output: bool = False,
+    **options: Any,
+) -> DAK:
+    """The module itself, not a regressor. Options: those of `DAK`."""
+    return DAK(
+        backbone(input_dim, feature_dim, relu_output=relu_output),
+        feature_dim=feature_dim,
+        num_units=num_units,
+        num_outputs=num_outputs,
+        level=level,
+        likelihood=likelihood,
+        **options,
+    )
