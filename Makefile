@@ -20,10 +20,10 @@ demo: setup
 	$(BIN)/python -m experiments.prior
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 -m ''
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
 
 lint: setup
 	$(BIN)/ruff format --check .

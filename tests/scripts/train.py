@@ -1,0 +1,90 @@
+"""Train a small model and write its parameters: run by tests as a process of its own.
+
+python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
+                [--kill-in-write N] [--interrupt-at-step N] [--strategy ddp --devices 2] [--compile]
+"""
+
+import argparse
+import os
+import signal
+
+import safetensors.torch
+import torch
+from torch import nn
+
+import pyro_dak.checkpoint
+from pyro_dak import DAK, HeteroscedasticLikelihood, MeanFieldGuide, fit
+from pyro_dak.checkpoint import module_tensors
+from pyro_dak.loop import Run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--checkpoints")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--kill-at-step", type=int)
+    parser.add_argument("--kill-in-write", type=int)
+    parser.add_argument("--interrupt-at-step", type=int)
+    parser.add_argument("--objective", default="local")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(101, 3)
+    y = x.sin().sum(-1, keepdim=True) + 0.1 * torch.randn(101, 1)
+    dropout = 0.0 if args.strategy == "ddp" or args.objective == "closed_form" else 0.1
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+    model = DAK(network, 4, num_units=3, level=3, likelihood=HeteroscedasticLikelihood())
+    guide = MeanFieldGuide(model)
+
+    step = Run._train_step
+
+    def watched_step(run: Run, *batch: object) -> None:
+        step(run, *batch)
+        if run.step == args.kill_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.step == args.interrupt_at_step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Run._train_step = watched_step
+    write = pyro_dak.checkpoint._write_file
+    writes = 0
+
+    def watched_write(path: object, data: bytes) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == args.kill_in_write:
+            write(path, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, data)
+
+    pyro_dak.checkpoint._write_file = watched_write
+    history = fit(
+        model,
+        guide,
+        (x, y),
+        objective=args.objective,
+        epochs=5,
+        batch_size=20,
+        seed=7,
+        validation=(x[:11], y[:11]),
+        patience=3,
+        checkpoint_dir=args.checkpoints,
+        resume_from=args.checkpoints if args.resume else None,
+        accelerator="cpu",
+        strategy=args.strategy,
+        devices=args.devices,
+        compile=args.compile,
+        progress=False,
+    )
+    print(history.status, history.rows[-1] if history.rows else {})
+    if int(os.environ.get("RANK", "0")) == 0:
+        safetensors.torch.save_file(module_tensors(model, guide), args.out)
+
+
+if __name__ == "__main__":
+    main()

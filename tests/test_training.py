@@ -1,0 +1,448 @@
+"""`fit`: determinism, resuming, early stopping, fixed features, bad data, interrupts."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from pyro_dak import (
+    DAK,
+    CategoricalLikelihood,
+    CheckpointError,
+    ClosedFormELBO,
+    GaussianLikelihood,
+    HorseshoePrior,
+    LocalReparamELBO,
+    MeanFieldGuide,
+    TrainingError,
+    fit,
+    predict,
+)
+from pyro_dak.checkpoint import module_tensors
+from pyro_dak.training import build_objective
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+
+
+def make_data(num_rows: int = 60) -> tuple[Tensor, Tensor]:
+    x = torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(0))
+    return x, x.sin().sum(-1, keepdim=True)
+
+
+def make_model(**options: object) -> tuple[DAK, MeanFieldGuide]:
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DAK(network, 4, **({"num_units": 3, "level": 3} | options))
+    return model, MeanFieldGuide(model)
+
+
+def train(model: DAK, guide: nn.Module, data: object = None, **options: object) -> object:
+    data = make_data() if data is None else data
+    settings = {"epochs": 3, "batch_size": 20, "seed": 0, "progress": False, "accelerator": "cpu"}
+    return fit(model, guide, data, **(settings | options))
+
+
+def parameters_after(**options: object) -> dict[str, Tensor]:
+    model, guide = make_model()
+    train(model, guide, **options)
+    return module_tensors(model, guide)
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def run_script(out: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(out), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("objective", ["closed_form", "local", "trace"])
+def test_same_seed_gives_the_same_history_and_parameters(objective):
+    histories, parameters = [], []
+    for _ in range(2):
+        model, guide = make_model()
+        histories.append(train(model, guide, objective=objective, validation=0.2))
+        parameters.append(module_tensors(model, guide))
+    assert [repr(row) for row in histories[0].rows] == [repr(row) for row in histories[1].rows]
+    assert_same(*parameters)
+
+
+def test_another_seed_gives_other_parameters():
+    first, second = parameters_after(seed=0), parameters_after(seed=1)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_leaves_the_global_random_state_alone():
+    model, guide = make_model()
+    before = torch.get_rng_state()
+    train(model, guide)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_training_raises_the_elbo_and_fits():
+    model, guide = make_model(likelihood=GaussianLikelihood(0.3))
+    x, y = make_data(200)
+    history = train(model, guide, (x, y), epochs=30)
+    assert history.rows[-1]["elbo"] > history.rows[0]["elbo"]
+    assert (predict(model, guide, x).mean - y).square().mean() < 0.05 * y.var()
+
+
+def test_history_of_one_full_batch_is_the_elbo_at_the_start():
+    model, guide = make_model(scaling="none", bounds=(-1.0, 1.0))
+    x, y = make_data()
+    terms = ClosedFormELBO().terms(model, guide, x, y)
+    row = train(model, guide, (x, y), epochs=1, batch_size=60).rows[0]
+    assert_close(row["elbo"], terms.elbo.item())
+    assert_close(row["kl"], terms.kl.item())
+    assert_close(row["expected_log_lik"], terms.expected_log_lik.item())
+    assert_close(row["elbo_per_datum"], terms.elbo.item() / 60)
+    assert_close(row["loss"], -terms.elbo.item() / 60)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adadelta"])
+@pytest.mark.parametrize(
+    "schedule", ["one_cycle", "cosine", "constant", "step", lambda s, t, e: 0.5]
+)
+def test_every_optimizer_and_schedule_trains(optimizer, schedule):
+    model, guide = make_model()
+    history = train(model, guide, optimizer=optimizer, schedule=schedule, learning_rate=1e-3)
+    assert all(math.isfinite(row["loss"]) for row in history.rows)
+
+
+def test_weight_decay_acts_on_the_network_only():
+    # With a zero learning rate factor nothing moves; a pure decay step shows where decay acts.
+    model, guide = make_model()
+    x, y = make_data()
+    state = module_tensors(model, guide)
+    train(model, guide, (x, y), epochs=1, batch_size=60, optimizer="adamw", weight_decay=50.0,
+          learning_rate=1e-2, schedule="constant")  # fmt: skip
+    after = module_tensors(model, guide)
+    shrunk = "model.feature_extractor.0.weight"
+    assert after[shrunk].norm() < 0.7 * state[shrunk].norm()
+    assert after["guide.z_loc"].norm() > 0.7 * state["guide.z_loc"].norm()
+
+
+def test_last_layer_has_its_own_learning_rate():
+    before_model, before_guide = make_model()
+    before = module_tensors(before_model, before_guide)
+    after = parameters_after(learning_rate=1e-2, last_layer_learning_rate=1e-12)
+    assert_close(after["guide.z_loc"], before["guide.z_loc"], atol=1e-9, rtol=0)
+    weight = "model.embedding.weight"
+    assert (after[weight] - before[weight]).abs().max() > 1e-4
+
+
+def test_early_stopping_restores_the_best_weights():
+    model, guide = make_model()
+    x, y = make_data()
+    scores = []
+
+    def watch(epoch, row):
+        scores.append((row["val_nlpd"], module_tensors(model, guide)))
+
+    history = train(model, guide, (x, y), epochs=60, learning_rate=0.3, schedule="constant",
+                    validation=(x[:20], -y[:20]), patience=2, callbacks=[watch])  # fmt: skip
+    assert history.status == "stopped early"
+    assert len(history.rows) < 60
+    best = min(range(len(scores)), key=lambda i: scores[i][0])
+    assert history.best_epoch == best + 1
+    assert_same(module_tensors(model, guide), scores[best][1])
+
+
+class CountingExtractor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += len(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_fixed_features_are_computed_once_per_row_and_extractor_stays(as_loader):
+    x, y = make_data()
+    extractor = CountingExtractor()
+    model = DAK(extractor, 4, num_units=3, level=3)
+    guide = MeanFieldGuide(model)
+    before = extractor.linear.weight.clone()
+    embedding = model.embedding.weight.clone()
+    data = DataLoader(TensorDataset(x, y), batch_size=7) if as_loader else (x, y)
+    train(model, guide, data, epochs=4, fixed_features=True)
+    assert extractor.rows == 60
+    assert torch.equal(extractor.linear.weight, before)
+    assert extractor.linear.weight.requires_grad
+    assert not torch.equal(model.embedding.weight, embedding)
+
+
+def test_loader_and_iterable_give_the_same_as_tensors_in_one_batch():
+    x, y = make_data()
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            yield x, y
+
+    results = []
+    for data, options in (
+        ((x, y), {}),
+        (DataLoader(TensorDataset(x, y), batch_size=60), {}),
+        (DataLoader(Rows(), batch_size=None), {"num_data": 60}),
+    ):
+        model, guide = make_model()
+        train(model, guide, data, batch_size=60, **options)
+        results.append(module_tensors(model, guide))
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            assert_close(other[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_batches_are_nearly_equal_and_hold_every_row_once():
+    from pyro_dak.data import ResidentData
+
+    x, y = torch.arange(101.0).unsqueeze(-1), torch.zeros(101, 1)
+    for world_size in (1, 2, 3):
+        shares = [ResidentData(x, y, 20, rank, world_size) for rank in range(world_size)]
+        epochs = [list(s.epoch(torch.Generator().manual_seed(0), 0)) for s in shares]
+        rows = torch.cat([batch[0] for epoch in epochs for batch in epoch]).flatten()
+        assert rows.sort().values.equal(torch.arange(101.0))
+        sizes = [sum(len(e[i][0]) for e in epochs) for i in range(len(epochs[0]))]
+        assert max(sizes) - min(sizes) <= 1
+        # Averaged over processes, each row counts num_data / batch times.
+        assert_close(epochs[0][0][2] / world_size, 101 / sizes[0])
+
+
+@pytest.mark.parametrize(("likelihood", "name"), [
+    (GaussianLikelihood(), ClosedFormELBO), (CategoricalLikelihood(), LocalReparamELBO),
+])  # fmt: skip
+def test_auto_objective_fits_the_likelihood(likelihood, name):
+    model, guide = make_model(likelihood=likelihood, num_outputs=2)
+    assert type(build_objective("auto", model, guide)) is name
+
+
+def test_auto_objective_is_traced_for_other_guides_and_priors():
+    model, _ = make_model()
+    assert isinstance(build_objective("auto", model, AutoNormal(model)), Trace_ELBO)
+    model, guide = make_model(prior={"shrinkage": HorseshoePrior()})
+    assert isinstance(build_objective("auto", model, guide), Trace_ELBO)
+
+
+def test_objectives_of_pyro_and_autoguides_train():
+    model, _ = make_model()
+    guide = AutoNormal(model)
+    train(model, guide)
+    assert predict(model, guide, make_data()[0]).std.shape == (60, 1)
+    model, guide = make_model()
+    history = train(model, guide, objective=TraceMeanField_ELBO())
+    assert math.isfinite(history.rows[-1]["loss"])
+
+
+def test_classes_train_and_validate():
+    x, _ = make_data(120)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    model, guide = make_model(likelihood=CategoricalLikelihood(), num_outputs=3)
+    history = train(model, guide, (x, y), epochs=40, validation=(x, y))
+    assert history.rows[-1]["val_accuracy"] > 0.9
+
+
+def test_two_models_trained_alternately_equal_each_alone():
+    alone = parameters_after(epochs=2)
+    first, second = make_model(), make_model(num_units=2)
+    train(*first, epochs=2)
+    train(*second, epochs=2)
+    assert_same(module_tensors(*first), alone)
+
+
+@pytest.mark.slow
+def test_compiled_training_equals_eager(tmp_path):
+    # In a process of its own: the compiler cannot look through the shape checks of the tests.
+    eager, compiled = tmp_path / "eager.safetensors", tmp_path / "compiled.safetensors"
+    assert run_script(eager, "--objective", "closed_form").returncode == 0
+    result = run_script(compiled, "--objective", "closed_form", "--compile")
+    assert result.returncode == 0, result.stderr
+    assert "going on without it" not in result.stderr
+    first, second = (safetensors.torch.load_file(path) for path in (eager, compiled))
+    for name, tensor in first.items():
+        assert_close(second[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
+    def broken(fn):
+        def fail(*args):
+            raise RuntimeError("no compiler here")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model, guide = make_model()
+    with pytest.warns(UserWarning, match="going on without it: no compiler here"):
+        train(model, guide, compile=True)
+    assert_same(module_tensors(model, guide), parameters_after())
+
+
+def bad_data() -> dict[str, tuple[object, type[Exception], str]]:
+    x, y = make_data()
+    nan, inf = x.clone(), y.clone()
+    nan[3, 1], inf[5] = math.nan, math.inf
+    return {
+        "nan in x": ((nan, y), ValueError, "1 NaN"),
+        "inf in y": ((x, inf), ValueError, "1 infinite"),
+        "no rows": ((x[:0], y[:0]), ValueError, "has no rows"),
+        "lengths": ((x, y[:-1]), ValueError, "60 and 59 rows"),
+        "integers": ((x.long(), y), TypeError, "floating dtype"),
+        "dtype": ((x.float(), y), TypeError, "dtype of the model"),
+        "columns": ((x, y.expand(-1, 2)), ValueError, r"shape \(N, 1\)"),
+        "no tensor": ((x, [1.0] * 60), TypeError, "must be a torch.Tensor"),
+        "one axis": ((x[:, 0], y), ValueError, r"shape \(N, ...\)"),
+        "no data": (3, TypeError, "pair"),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_data()))
+def test_bad_data_is_refused(name, no_type_checker):
+    data, error, message = bad_data()[name]
+    model, guide = make_model()
+    with pytest.raises(error, match=message):
+        train(model, guide, data)
+
+
+@pytest.mark.parametrize(("labels", "error", "message"), [
+    (torch.full((60,), 2), ValueError, "between 0 and 1"),
+    (torch.full((60,), -1), ValueError, "between 0 and 1"),
+    (torch.zeros(60), TypeError, "integer dtype"),
+    (torch.zeros(60, 1, dtype=torch.long), ValueError, "one label per row"),
+])  # fmt: skip
+def test_bad_labels_are_refused(labels, error, message):
+    model, guide = make_model(likelihood=CategoricalLikelihood(), num_outputs=2)
+    with pytest.raises(error, match=message):
+        train(model, guide, (make_data()[0], labels))
+
+
+def test_targets_with_and_without_a_column_axis_are_the_same():
+    x, y = make_data()
+    with_axis, without = make_model(), make_model()
+    train(*with_axis, (x, y))
+    train(*without, (x, y.squeeze(-1)))
+    assert_same(module_tensors(*with_axis), module_tensors(*without))
+
+
+def test_one_row_trains():
+    model, guide = make_model()
+    x, y = make_data(1)
+    assert math.isfinite(train(model, guide, (x, y)).rows[-1]["loss"])
+
+
+def test_wrong_settings_are_refused():
+    model, guide = make_model()
+    with pytest.raises(ValueError, match="`patience` needs `validation`"):
+        train(model, guide, patience=3)
+    with pytest.raises(ValueError, match="'adam'"):
+        train(model, guide, optimizer="adm")
+    with pytest.raises(ValueError, match="'one_cycle'"):
+        train(model, guide, schedule="two_cycle")
+    with pytest.raises(ValueError, match="'closed_form'"):
+        train(model, guide, objective="exact")
+    with pytest.raises(ValueError, match="share between 0 and 1"):
+        train(model, guide, validation=1.5)
+    with pytest.raises(ValueError, match="`num_data` must be given"):
+        train(model, guide, iter([make_data()]))
+
+
+def test_nan_in_the_loss_stops_with_the_last_good_checkpoint(tmp_path):
+    model, guide = make_model()
+    x, y = make_data()
+
+    def poison(epoch, row):
+        if epoch == 2:
+            with torch.no_grad():
+                guide.z_loc.fill_(math.nan)
+
+    with pytest.raises(TrainingError, match=r"nan in epoch 3, step 7.*step-000000006"):
+        train(model, guide, (x, y), epochs=4, checkpoint_dir=tmp_path, callbacks=[poison])
+    fresh = make_model()
+    train(*fresh, (x, y), epochs=4, checkpoint_dir=tmp_path, resume_from=tmp_path)
+    assert_same(module_tensors(*fresh), parameters_after(epochs=4))
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    model, guide = make_model()
+    train(model, guide, epochs=5, checkpoint_dir=tmp_path, keep_last=3, checkpoint_every=1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000000009", "step-000000012", "step-000000015"]
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    model, guide = make_model()
+    train(model, guide, checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="batch_size: 20 then, 10 now"):
+        train(*make_model(), batch_size=10, resume_from=tmp_path)
+    with pytest.raises(CheckpointError, match="another model or guide"):
+        train(*make_model(num_units=2), resume_from=tmp_path)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        train(*make_model(), resume_from=tmp_path / "nothing")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[str, Tensor]:
+    out = tmp_path_factory.mktemp("whole") / "out.safetensors"
+    result = run_script(out)
+    assert result.returncode == 0, result.stderr
+    return safetensors.torch.load_file(out)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--kill-at-step", 8), ("--kill-at-step", 21), ("--kill-in-write", 5)
+])  # fmt: skip
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, uninterrupted, arguments):
+    out, checkpoints = tmp_path / "out.safetensors", tmp_path / "checkpoints"
+    killed = run_script(out, "--checkpoints", checkpoints, *arguments)
+    assert killed.returncode == -9
+    assert not out.exists()
+    resumed = run_script(out, "--checkpoints", checkpoints, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same(safetensors.torch.load_file(out), uninterrupted)
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path, uninterrupted):
+    out, checkpoints = tmp_path / "out.safetensors", tmp_path / "checkpoints"
+    stopped = run_script(out, "--checkpoints", checkpoints, "--interrupt-at-step", 9)
+    assert stopped.returncode == 0
+    assert stopped.stdout.startswith("interrupted")
+    assert "Interrupted after step 9. Go on with fit(..., resume_from=" in stopped.stderr
+    resumed = run_script(out, "--checkpoints", checkpoints, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same(safetensors.torch.load_file(out), uninterrupted)
+
+
+def test_two_processes_equal_one(tmp_path):
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert run_script(one, "--objective", "closed_form").returncode == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += [str(SCRIPT), str(two), "--objective", "closed_form"]
+    command += ["--strategy", "ddp", "--devices", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    first, second = (safetensors.torch.load_file(path) for path in (one, two))
+    for name, tensor in first.items():
+        assert_close(second[name], tensor, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_training_on_cuda_agrees_with_the_cpu():
+    cpu = parameters_after()
+    model, guide = make_model()
+    train(model, guide, accelerator="cuda")
+    for name, tensor in module_tensors(model, guide).items():
+        assert_close(tensor, cpu[name], atol=1e-6, rtol=1e-6)
