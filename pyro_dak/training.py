@@ -142,12 +142,14 @@ def fit(
     # Imported here: it takes longer than all the rest of the package together.
     from lightning_fabric import Fabric
 
+    is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
     if devices is None:
-        devices = "auto" if os.environ.get("LT_CLI_USED") else 1
+        devices = "auto" if is_launched else 1
     fabric = Fabric(
         accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
     )
-    fabric.launch()
+    if not is_launched:
+        fabric.launch()
     cuda = [fabric.device] if fabric.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices=cuda),

@@ -426,13 +426,26 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path, uninterrupted):
     assert_same(safetensors.torch.load_file(out), uninterrupted)
 
 
-def test_two_processes_equal_one(tmp_path):
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric", marks=pytest.mark.slow)])
+def test_two_processes_equal_one(tmp_path, launcher):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     assert run_script(one, "--objective", "closed_form").returncode == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += [str(SCRIPT), str(two), "--objective", "closed_form"]
-    command += ["--strategy", "ddp", "--devices", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    arguments = [str(SCRIPT), str(two), "--objective", "closed_form"]
+    if launcher == "torchrun":
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+        ]
+        arguments += ["--strategy", "ddp", "--devices", "2"]
+    else:
+        launch = [str(Path(sys.executable).with_name("fabric")), "run", "--accelerator=cpu"]
+        launch += ["--devices=2", "--strategy=ddp"]
+    result = subprocess.run(
+        launch + arguments, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     first, second = (safetensors.torch.load_file(path) for path in (one, two))
     for name, tensor in first.items():

@@ -75,7 +75,7 @@ def main() -> None:
         patience=3,
         checkpoint_dir=args.checkpoints,
         resume_from=args.checkpoints if args.resume else None,
-        accelerator="cpu",
+        accelerator="auto" if "LT_CLI_USED" in os.environ else "cpu",
         strategy=args.strategy,
         devices=args.devices,
         compile=args.compile,
