@@ -1,7 +1,8 @@
-"""The board of models: one file each, with `build(input_dim, ...) -> model` in it.
+"""The board of models: one file each, with `build(input_dim, ...)` in it.
 
-`models.build("dak", input_dim=8)`; the name of a file is the name of the choice, and a new file is
-a new choice. `names()` lists them.
+`models.build("dak_cf", input_dim=8)`; the name of a file is the name of the choice, and a new file
+is a new choice. `names()` lists them. `dak` and `additive_gp` build a bare `DAK`; all others a
+`Regressor` with `fit(x, y)` and `predict(x)` (see `models/_recipe.py`).
 """
 
 from pyro_dak.boards import Board

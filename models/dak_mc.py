@@ -1,0 +1,33 @@
+"""DAK-MC: deep additive kernel with Monte Carlo, over f in training, over weights in prediction."""
+
+from typing import Any
+
+from models._dak import DAKRegressor, build_regressor
+from models._recipe import DEFAULT_RECIPE, Recipe
+from pyro_dak import LocalReparamELBO
+
+
+def build(
+    input_dim: int,
+    num_outputs: int = 1,
+    feature_dim: int = 64,
+    recipe: Recipe = DEFAULT_RECIPE,
+    closed_form_prediction: bool = False,
+    **options: Any,
+) -> DAKRegressor:
+    """DAK on the backbone of the paper, with the mean-field guide and a sampled bound.
+
+    Args:
+        input_dim: D.
+        num_outputs: C.
+        feature_dim: D_w.
+        recipe: the settings of the training; `num_samples_train` draws of f per row in training,
+            `num_samples_test` draws of the weights in prediction.
+        closed_form_prediction: predict without draws instead.
+        options: those of `dak_cf`.
+    """
+    num_samples = None if closed_form_prediction else recipe.num_samples_test
+    objective = LocalReparamELBO(recipe.num_samples_train)
+    return build_regressor(
+        objective, input_dim, num_outputs, feature_dim, recipe, num_samples=num_samples, **options
+    )

@@ -1,0 +1,23 @@
+"""Exact DKL: an exact Gaussian process on the features of the backbone, trained with it."""
+
+from models._baseline import only_one_output
+from models._exact import ExactRegressor
+from models._gpytorch import gpytorch_likelihood
+from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+
+
+def build(
+    input_dim: int,
+    num_outputs: int = 1,
+    feature_dim: int = 64,
+    recipe: Recipe = DEFAULT_RECIPE,
+    noise_scale: float = 0.5,
+    learn_noise: bool = True,
+    relu_output: bool = False,
+) -> ExactRegressor:
+    """Network and kernel are trained together by marginal likelihood; cost O(N^3)."""
+    only_one_output(num_outputs)
+    with seeded(recipe.seed):
+        network = backbone(input_dim, feature_dim, relu_output=relu_output)
+    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
+    return ExactRegressor(input_dim, network, likelihood, recipe)

@@ -1,0 +1,36 @@
+"""Exact GP: a Gaussian process with an SE kernel on the inputs."""
+
+from torch import nn
+
+from models._baseline import only_one_output
+from models._exact import ExactRegressor
+from models._gpytorch import gpytorch_likelihood
+from models._recipe import DEFAULT_RECIPE, Recipe
+
+
+def build(
+    input_dim: int,
+    num_outputs: int = 1,
+    feature_dim: int = 64,
+    recipe: Recipe = DEFAULT_RECIPE,
+    noise_scale: float = 0.5,
+    learn_noise: bool = True,
+    lengthscale: float | None = None,
+    learn_kernel: bool = True,
+) -> ExactRegressor:
+    """Trained by marginal likelihood; cost O(N^3). There are no features: `feature_dim` is idle.
+
+    With `learn_kernel=False` the mean is zero and the kernel is the unit-variance SE kernel of the
+    given lengthscale, for data whose kernel is known.
+    """
+    only_one_output(num_outputs)
+    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
+    regressor = ExactRegressor(input_dim, nn.Identity(), likelihood, recipe)
+    kernel = regressor.gp.covar_module
+    if lengthscale is not None:
+        kernel.base_kernel.lengthscale = lengthscale
+    if not learn_kernel:
+        kernel.outputscale = 1.0
+        kernel.requires_grad_(False)
+        regressor.gp.mean_module.requires_grad_(False)
+    return regressor

@@ -1,0 +1,44 @@
+"""NN: the backbone and a linear output, trained by the Gaussian negative log-likelihood."""
+
+import torch
+from torch import Tensor, nn
+
+from models._baseline import Baseline
+from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from pyro_dak import GaussianLikelihood
+from pyro_dak.gaussian import FunctionMoments
+
+
+class NeuralNetwork(Baseline):
+    """y ~ N(network(x), noise_scale^2): no epistemic variance."""
+
+    last_layer: GaussianLikelihood
+
+    def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
+        """Mean over rows of -log N(y | network(x), noise_scale^2)."""
+        return -self.last_layer.distribution(self.network(x)).log_prob(y).mean()
+
+    def function_moments(self, x: Tensor) -> FunctionMoments:
+        mean = self.network(x)
+        return FunctionMoments(mean, torch.zeros_like(mean))
+
+    @property
+    def noise_scale(self) -> Tensor:
+        return self.last_layer.noise_scale
+
+
+def build(
+    input_dim: int,
+    num_outputs: int = 1,
+    feature_dim: int = 64,
+    recipe: Recipe = DEFAULT_RECIPE,
+    noise_scale: float = 0.5,
+    learn_noise: bool = True,
+    relu_output: bool = False,
+) -> NeuralNetwork:
+    """The backbone to D_w features, with a ReLU on them if `relu_output`, and a linear output."""
+    with seeded(recipe.seed):
+        features = backbone(input_dim, feature_dim, relu_output=relu_output)
+        network = nn.Sequential(features, nn.Linear(feature_dim, num_outputs))
+    likelihood = GaussianLikelihood(noise_scale, learn_noise)
+    return NeuralNetwork(input_dim, num_outputs, network, likelihood, recipe)
