@@ -114,7 +114,7 @@ class DAKRegressor:
                 h = self.model.unit_inputs(chunk)
                 var, mean = torch.var_mean(self.model.functions(h, draws.sites), 0)
                 if self.residual_variance:
-                    var = var + self.model.layer.residual_variance(h)
+                    var = var + self.model.residual_variance(h)
                 parts.append((mean, var))
         return FunctionMoments(*(torch.cat(part) for part in zip(*parts, strict=True)))
 

@@ -287,7 +287,8 @@ class KernelActivation(nn.Module):
     def _constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
         key = (dtype, device)
         if key not in self._cache:
-            self._cache[key] = self._make_constants(dtype, device)
+            with torch.inference_mode(False):  # constants made in inference could not train later
+                self._cache[key] = self._make_constants(dtype, device)
         return self._cache[key]
 
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:

@@ -123,10 +123,9 @@ class AdditiveLayer(nn.Module):
         low, high = self.activation.grid.bounds
         return (h - (low + high) / 2) * (2 / (high - low))
 
-    def residual_variance(self, h: Tensor) -> Tensor:
-        """Prior variance lost by the grid, sum_p sigma_p^2 (1 - phi phi^T), `(..., N, 1)`."""
-        lost = self.unit_scale.square() * self.activation.residual_variance(h)
-        return lost.sum(-1, keepdim=True)
+    def unit_residuals(self, h: Tensor) -> Tensor:
+        """Prior variance lost by the grid in each unit, sigma_p^2 (1 - phi phi^T), like h."""
+        return self.unit_scale.square() * self.activation.residual_variance(h)
 
     def split(self, flat: Tensor) -> Weights:
         """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""

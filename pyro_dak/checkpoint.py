@@ -31,7 +31,18 @@ from pyro_dak.config import (
 )
 from pyro_dak.model import DAK
 
-__all__ = ["CheckpointError", "Loaded", "load", "read_directory", "save", "write_directory"]
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "describe",
+    "is_ours",
+    "load",
+    "load_module_tensors",
+    "module_tensors",
+    "read_directory",
+    "save",
+    "write_directory",
+]
 
 FORMAT_VERSION = 1
 _CONFIG, _MODEL, _TRAINER = "config.json", "model.safetensors", "trainer.safetensors"
@@ -73,15 +84,9 @@ def save(
     if path.exists():
         if not overwrite:
             raise FileExistsError(f"`{path}` exists; pass overwrite=True to replace it.")
-        if not (path / _CONFIG).is_file():
+        if not is_ours(path):
             raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
-    config = {
-        "model": describe_model(model),
-        "guide": describe_guide(guide),
-        "dtype": str(model.layer.log_unit_scale.dtype).removeprefix("torch."),
-        "input_shape": model.input_shape,
-    }
-    write_directory(path, config, module_tensors(model, guide))
+    write_directory(path, describe(model, guide), module_tensors(model, guide))
     return path
 
 
@@ -104,14 +109,15 @@ def load(
     """
     path = Path(path)
     config, tensors, _ = read_directory(path)
+    if config.get("model") is None:
+        raise CheckpointError(f"{path / _CONFIG}: describes no model that could be built.")
     try:
         dtype = _dtype(config["dtype"])
-        model = build_model(config["model"], feature_extractor).to(dtype)
         shape = config["input_shape"]
-        model.input_shape = None if shape is None else tuple(shape)
         example = None if shape is None else torch.zeros(2, *shape, dtype=dtype)
         with torch.random.fork_rng(devices=[]):
-            model.eval()
+            model = build_model(config["model"], feature_extractor).to(dtype).eval()
+            model.input_shape = None if shape is None else tuple(shape)
             if guide is None:
                 made = build_guide(config["guide"], model, example)
             else:
@@ -120,9 +126,30 @@ def load(
                     set_up_guide(made, model, example)
         made.to(dtype)
         load_module_tensors(model, made, tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path / _CONFIG}: {error}") from error
     return Loaded(model.to(device).eval(), made.to(device).eval())
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory was written here: our files and no others."""
+    if not path.is_dir() or {p.name for p in path.iterdir()} - {_CONFIG, _MODEL, _TRAINER}:
+        return False
+    try:
+        config = json.loads((path / _CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("format") == "pyro_dak"
+
+
+def describe(model: DAK, guide: nn.Module) -> dict[str, Any]:
+    """What `load` needs to know of a model and its guide."""
+    return {
+        "model": describe_model(model),
+        "guide": describe_guide(guide),
+        "dtype": str(model.layer.log_unit_scale.dtype).removeprefix("torch."),
+        "input_shape": model.input_shape,
+    }
 
 
 def module_tensors(model: nn.Module, guide: nn.Module) -> dict[str, Tensor]:
@@ -187,7 +214,7 @@ def read_directory(path: Path) -> Contents:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory.")
     config = _load_config(path / _CONFIG)
-    sums = config["sha256"]
+    sums = config.get("sha256")
     if not isinstance(sums, dict) or _MODEL not in sums:
         raise CheckpointError(f"{path / _CONFIG}: lists no checksum of {_MODEL}.")
     tensors = _read_tensors(path / _MODEL, sums[_MODEL])
@@ -205,7 +232,7 @@ def _dump_config(config: dict[str, Any]) -> bytes:
 def _load_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read_file(path).decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is not JSON, so it is damaged or foreign: {error}"
         ) from error

@@ -4,6 +4,7 @@ Only classes listed here are ever built from a description, with numbers, string
 arguments: reading one runs no code of its author.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak import guides, kernels, likelihoods, priors
-from pyro_dak.model import DAK, local_parameters
+from pyro_dak.model import DAK, evaluating, local_parameters
 from pyro_dak.scaling import SCALINGS, MinMax, Standardize
 
 __all__ = [
@@ -71,7 +72,14 @@ _AUTOGUIDES = {
 # Layers of networks that can be described, with the arguments that make them.
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.AdaptiveAvgPool2d: ("output_size",),
-    nn.AvgPool2d: ("kernel_size", "stride", "padding"),
+    nn.AvgPool2d: (
+        "kernel_size",
+        "stride",
+        "padding",
+        "ceil_mode",
+        "count_include_pad",
+        "divisor_override",
+    ),
     nn.BatchNorm1d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
     nn.BatchNorm2d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
     nn.Conv2d: (
@@ -91,10 +99,10 @@ _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Flatten: ("start_dim", "end_dim"),
     nn.GELU: ("approximate",),
     nn.Identity: (),
-    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine", "bias"),
     nn.LeakyReLU: ("negative_slope",),
     nn.Linear: ("in_features", "out_features", "bias"),
-    nn.MaxPool2d: ("kernel_size", "stride", "padding"),
+    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
     nn.ReLU: (),
     nn.SiLU: (),
     nn.Sigmoid: (),
@@ -126,8 +134,10 @@ def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
 def describe_network(network: nn.Module) -> Description | None:
     """A network made of listed layers as data, or None if it has any other part."""
     if type(network) is nn.Sequential:
-        children = [describe_network(child) for child in network]
-        return None if None in children else {"name": "Sequential", "children": children}
+        children = [[name, describe_network(child)] for name, child in network.named_children()]
+        if any(child is None for _, child in children):
+            return None
+        return {"name": "Sequential", "children": children}
     if type(network) not in _LAYERS:
         return None
     arguments = {name: getattr(network, name) for name in _LAYERS[type(network)]}
@@ -141,7 +151,9 @@ def build_network(description: Description) -> nn.Module:
     arguments = dict(description)
     name = arguments.pop("name")
     if name == "Sequential":
-        return nn.Sequential(*(build_network(child) for child in arguments["children"]))
+        return nn.Sequential(
+            OrderedDict((str(name), build_network(child)) for name, child in arguments["children"])
+        )
     layer = _look_up("layer", name, _LAYERS_BY_NAME)
     return layer(**{key: _tuples(value) for key, value in arguments.items()})
 
@@ -188,6 +200,8 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
             )
         feature_extractor = build_network(network)
     options = arguments.pop("scaling_options")
+    for name in options:
+        _look_up("option of the scaling", name, dict.fromkeys(("momentum", "num_std", "eps")))
     arguments["bounds"] = tuple(arguments["bounds"])
     arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
     arguments["likelihood"] = _build("likelihood", arguments["likelihood"], _LIKELIHOODS)
@@ -241,11 +255,8 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
     if isinstance(guide, guides.GaussianGuide) or getattr(guide, "prototype_trace", 0) is not None:
         return
     y = model.likelihood.placeholder_targets(len(example), model.num_outputs)
-    is_training = model.training
-    model.eval()
-    with local_parameters(model, guide):
+    with evaluating(model), local_parameters(guide), torch.enable_grad():
         guide(example, y.to(example.device))
-    model.train(is_training)
     guide.to(example.device)
 
 

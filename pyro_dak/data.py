@@ -11,7 +11,14 @@ from pyro_dak.validation import check_finite, check_floating, check_integer
 
 Batch = tuple[Tensor, Tensor, float]
 
-__all__ = ["LoaderData", "ResidentData", "check_data", "training_data"]
+__all__ = ["LoaderData", "ResidentData", "check_data", "is_pair", "training_data"]
+
+
+def is_pair(data: Any) -> bool:
+    """Whether data are (x, y) themselves, and not batches of them."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    return not any(isinstance(part, tuple | list) and len(part) == 2 for part in data)
 
 
 def check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Tensor, Tensor]:
@@ -87,6 +94,11 @@ class LoaderData:
         rank: int = 0,
         world_size: int = 1,
     ):
+        if iter(loader) is loader:
+            raise TypeError(
+                "`data` must be iterable anew for each epoch; got an iterator, which is spent "
+                "after one. Give a DataLoader, a list of batches, or tensors."
+            )
         if num_data is None:
             try:
                 num_data = len(loader.dataset)  # type: ignore[attr-defined]
@@ -103,14 +115,30 @@ class LoaderData:
         self.rank, self.world_size = rank, world_size
 
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
-        """Batches from number `start` on."""
-        for number, (x, y) in enumerate(self.loader):
-            if number < start:
-                continue
-            x, y = check_data(self.model, x, y, "batch")
-            scale = self.num_data * self.world_size / len(x)
-            own = slice(self.rank, None, self.world_size)
-            yield x[own].to(self.device), y[own].to(self.device), scale
+        """Batches from number `start` on.
+
+        What the loader draws to shuffle comes from `generator`, in every process the same.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            batches = iter(self.loader)
+            batch = next(batches, None)  # a sampler draws its order here
+        number = 0
+        while batch is not None:
+            if number >= start:
+                x, y = check_data(self.model, batch[0], batch[1], "batch")
+                if len(x) < self.world_size:
+                    raise ValueError(
+                        f"every batch needs a row for each of the {self.world_size} processes; got "
+                        f"{len(x)}. Use drop_last=True or another batch size."
+                    )
+                scale = self.num_data * self.world_size / len(x)
+                own = slice(self.rank, None, self.world_size)
+                yield x[own].to(self.device), y[own].to(self.device), scale
+            number += 1
+            batch = next(batches, None)
+        if number == 0:
+            raise ValueError("`data` yields no batch.")
 
 
 def training_data(
@@ -123,7 +151,9 @@ def training_data(
     world_size: int,
 ) -> ResidentData | LoaderData:
     """`ResidentData` for a pair of tensors, `LoaderData` for anything else that can be iterated."""
-    if isinstance(data, tuple | list) and len(data) == 2:
+    if is_pair(data):
+        if num_data is not None:
+            raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
         x, y = check_data(model, *data)
         return ResidentData(x.to(device), y.to(device), batch_size, rank, world_size)
     if not isinstance(data, Iterable):

@@ -1,7 +1,7 @@
 """Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -51,18 +51,23 @@ class FunctionMoments(NamedTuple):
         return (self.root[..., a] * self.root[..., b]).sum(0)
 
 
-def sample_marginals(moments: FunctionMoments, num_samples: int) -> Tensor:
-    """Draws of f at every row from its exact marginal, `(S, ..., N, F)`; rows are independent.
+def sample_marginals(
+    moments: FunctionMoments, num_samples: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draws of f at every row from its exact marginal, `(S, ..., N, F)`.
 
-    Functions that share a root are drawn with their covariance.
+    Functions that share a root are drawn with their covariance. Rows are independent; with a
+    `generator` they share the same standard normals instead, so that what a row gets does not
+    depend on the rows beside it.
     """
     mean, var, root = moments
-    noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
+    rows = mean.shape[:-1] if generator is None else (1,) * (mean.dim() - 1)
+    options: dict[str, Any] = {"dtype": mean.dtype, "device": mean.device, "generator": generator}
+    noise = torch.randn(num_samples, *rows, mean.shape[-1], **options)
     if root is None:
         return mean + var.sqrt() * noise
-    shared = torch.randn(
-        num_samples, root.shape[0], *mean.shape[:-1], dtype=mean.dtype, device=mean.device
-    )
+    shared = torch.randn(num_samples, len(root), *rows, **options)
+    shared = shared.expand(num_samples, len(root), *mean.shape[:-1])
     own = (var - root.square().sum(0)).clamp(min=0)  # zero up to rounding where the root is all
     return mean + own.sqrt() * noise + torch.einsum("sr...,r...f->s...f", shared, root)
 

@@ -1,12 +1,17 @@
 """What a training run keeps: its settings, its history, its checkpoints on disk."""
 
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyro_dak.checkpoint import CheckpointError
+from pyro_dak.checkpoint import CheckpointError, is_ours
 
 __all__ = ["Checkpoints", "History", "Settings", "TrainingError"]
+
+
+_NAME = re.compile(r"step-\d{9}")
+_TEMPORARY = re.compile(r"\.step-\d{9}\.(tmp|old)-[0-9a-f]{8}")
 
 
 class TrainingError(RuntimeError):
@@ -47,6 +52,9 @@ class Settings:
     clip_norm: float | None
     patience: int | None
     fixed_features: bool
+    objective: str
+    has_validation: bool
+    world_size: int
     seed: int
 
 
@@ -63,14 +71,24 @@ class Checkpoints:
         """The newest checkpoint in a directory of them, or the directory if it is one itself."""
         if (path / "config.json").exists():
             return path
-        found = sorted(path.glob("step-*"))
+        found = Checkpoints.found(path)
         if not found:
             raise CheckpointError(f"{path}: holds no checkpoint.")
         return found[-1]
 
+    @staticmethod
+    def found(directory: Path) -> list[Path]:
+        """The checkpoints in a directory, oldest first; other things in it do not count."""
+        return sorted(
+            path
+            for path in directory.glob("step-*")
+            if _NAME.fullmatch(path.name) and is_ours(path)
+        )
+
     def prune(self) -> None:
         """Remove all but the last ones, and what an interrupted write has left behind."""
-        for old in sorted(self.directory.glob("step-*"))[: -self.keep_last]:
+        for old in self.found(self.directory)[: -self.keep_last]:
             shutil.rmtree(old)
-        for stale in [*self.directory.glob(".step-*.tmp-*"), *self.directory.glob(".step-*.old-*")]:
-            shutil.rmtree(stale, ignore_errors=True)
+        for stale in self.directory.glob(".step-*"):
+            if _TEMPORARY.fullmatch(stale.name):
+                shutil.rmtree(stale, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy
 import pyro.distributions as dist
@@ -13,7 +14,6 @@ from pyro_dak.gaussian import (
     expected_log_categorical_bound,
     expected_log_heteroscedastic,
     expected_log_normal,
-    sample_marginals,
 )
 from pyro_dak.validation import check_finite, check_floating, check_positive
 
@@ -66,20 +66,18 @@ class Likelihood(nn.Module, ABC):
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """Mean of y, its epistemic and its aleatoric variance, each `(..., N, C)`.
 
-        The law of total variance: Var_q E[y | f] and E_q Var[y | f].
+        The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
+        function, for likelihoods with one function per output that are smooth on the scale of q(f).
         """
-        nodes, weights = _gauss_hermite(moments)
+        nodes, weights = _gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
         epistemic = (weights * (y.mean - mean).square()).sum(0)
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`.
-
-        By Gauss-Hermite quadrature over each function: outputs are independent given f.
-        """
-        nodes, weights = _gauss_hermite(moments)
+        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above."""
+        nodes, weights = _gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
@@ -97,14 +95,45 @@ class Likelihood(nn.Module, ABC):
         check_finite("y", y)
 
 
-def _gauss_hermite(moments: FunctionMoments, num_nodes: int = 32) -> tuple[Tensor, Tensor]:
-    """Nodes `(Q, ..., N, F)` and weights `(Q, 1, .., 1)` of expectations over each f alone."""
-    mean, var, _ = moments
+def _gauss_hermite(mean: Tensor, var: Tensor, num_nodes: int = 48) -> tuple[Tensor, Tensor]:
+    """Nodes `(Q, *shape)` and weights `(Q, 1, .., 1)` of expectations under N(mean, var)."""
     x, w = numpy.polynomial.hermite_e.hermegauss(num_nodes)
     shape = (num_nodes, *[1] * mean.dim())
     nodes = mean.new_tensor(x).reshape(shape)
     weights = mean.new_tensor(w / w.sum()).reshape(shape)
     return mean + var.sqrt() * nodes, weights
+
+
+def _log_expectation(
+    log_prob_fn: Callable[[Tensor], Tensor],
+    slope_and_curvature_fn: Callable[[Tensor], tuple[Tensor, Tensor]],
+    mean: Tensor,
+    var: Tensor,
+) -> Tensor:
+    """log E exp(log_prob_fn(f)) under f ~ N(mean, var), elementwise, for a log-concave function.
+
+    Gauss-Hermite quadrature around the mode of the integrand, found by Newton's method with steps
+    of at most a few standard deviations, with the curvature there: exact where a sharp likelihood
+    would fall between nodes that are spread over q(f).
+
+    Args:
+        log_prob_fn: the logarithm of the integrand.
+        slope_and_curvature_fn: its first and (negative) second derivative.
+        mean: of q(f).
+        var: of q(f), positive.
+    """
+    mode = mean.clone()
+    for _ in range(50):
+        slope, curvature = slope_and_curvature_fn(mode)
+        precision = 1 / var - curvature
+        step = (slope - (mode - mean) / var) / precision
+        mode = mode + step.clamp(-4, 4)
+    width = (1 / var - slope_and_curvature_fn(mode)[1]).rsqrt()
+    nodes, weights = _gauss_hermite(mode, width.square())
+    # The integrand over the density of the nodes, N(mode, width^2).
+    log_q = -0.5 * ((nodes - mean).square() / var + var.log())
+    log_nodes = -0.5 * (((nodes - mode) / width).square() + 2 * width.log())
+    return torch.logsumexp(log_prob_fn(nodes) + log_q - log_nodes + weights.log(), 0)
 
 
 def _as_columns(y: Tensor, num_outputs: int) -> Tensor:
@@ -226,8 +255,8 @@ class HeteroscedasticLikelihood(Likelihood):
         """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
         mean, _ = moments.mean.chunk(2, -1)
         var, _ = moments.var.chunk(2, -1)
-        nodes, weights = _gauss_hermite(moments)
-        eta = nodes.chunk(2, -1)[1] + self.log_noise_var_offset
+        nodes, weights = _gauss_hermite(moments.mean.chunk(2, -1)[1], moments.var.chunk(2, -1)[1])
+        eta = nodes + self.log_noise_var_offset
         element = dist.Normal(mean, (var + eta.exp()).sqrt())
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
@@ -255,6 +284,28 @@ class StudentTLikelihood(Likelihood):
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
 
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        """The variance of the noise is s^2 df / (df - 2), infinite for df <= 2."""
+        factor = self.df / (self.df - 2) if self.df > 2 else math.inf
+        noise_var = factor * self.noise_scale.square()
+        return moments.mean, moments.var, noise_var.expand_as(moments.mean)
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log E N(y | m, v + s^2 / g) over g ~ Gamma(df / 2, df / 2): t as a mixture of normals.
+
+        By the trapezoidal rule in log g, which for a smooth integrand with both ends at zero is as
+        exact as can be, however small s is.
+        """
+        half = self.df / 2
+        low, high = -30 / half, math.log(10 + 60 / half)
+        t = torch.linspace(low, high, 257, dtype=moments.mean.dtype, device=moments.mean.device)
+        log_weights = half * (t - t.exp() + math.log(half)) - math.lgamma(half)
+        log_weights = log_weights + math.log((high - low) / 256)
+        shape = (-1, *[1] * moments.mean.dim())
+        noise_var = self.noise_scale.square() * (-t).exp().reshape(shape)
+        element = dist.Normal(moments.mean, (moments.var + noise_var).sqrt())
+        return torch.logsumexp(element.log_prob(y) + log_weights.reshape(shape), 0).sum(-1)
+
 
 class CategoricalLikelihood(Likelihood):
     """y ~ softmax(f): C classes, labels 0 .. C-1 of an integer dtype, `(N,)`."""
@@ -268,19 +319,20 @@ class CategoricalLikelihood(Likelihood):
         return expected_log_categorical_bound(y, moments.mean, moments.var)
 
     def class_probabilities(
-        self, moments: FunctionMoments, num_samples: int | None
+        self, moments: FunctionMoments, draws: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """E_q softmax(f) `(..., N, C)` and the expected entropy E_q H[softmax(f)] `(..., N)`.
+        """log E_q softmax(f) `(..., N, C)` and the expected entropy E_q H[softmax(f)] `(..., N)`.
 
-        Averages of probabilities and entropies over `num_samples` draws of f; with None the probit
-        approximation softmax(m_c / sqrt(1 + pi v_c / 8)), whose expected entropy is unknown: NaN.
+        Averages of probabilities and entropies over `draws` of f, `(S, ..., N, C)`; with None the
+        probit approximation softmax(m_c / sqrt(1 + pi v_c / 8)), whose expected entropy is unknown:
+        NaN.
         """
-        if num_samples is None:
-            probs = (moments.mean / (1 + math.pi / 8 * moments.var).sqrt()).softmax(-1)
-            return probs, torch.full_like(probs[..., 0], math.nan)
-        log_probs = sample_marginals(moments, num_samples).log_softmax(-1)
-        probs = log_probs.exp()
-        return probs.mean(0), -(probs * log_probs).sum(-1).mean(0)
+        if draws is None:
+            scaled = moments.mean / (1 + math.pi / 8 * moments.var).sqrt()
+            return scaled.log_softmax(-1), torch.full_like(scaled[..., 0], math.nan)
+        log_probs = draws.log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return torch.logsumexp(log_probs, 0) - math.log(len(draws)), entropies.mean(0)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():
@@ -312,6 +364,28 @@ class BernoulliLikelihood(Likelihood):
         penalty = nn.functional.softplus(moments.mean + 0.5 * moments.var)
         return (y * moments.mean - penalty).sum(-1)
 
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        """With p = sigmoid(f): E p, Var p and E p (1 - p)."""
+        nodes, weights = _gauss_hermite(moments.mean, moments.var)
+        p = nodes.sigmoid()
+        mean = (weights * p).sum(0)
+        return mean, (weights * (p - mean).square()).sum(0), (weights * p * (1 - p)).sum(0)
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log E sigmoid(f) or log E sigmoid(-f), by quadrature."""
+        sign = 2 * y - 1
+
+        def slope_and_curvature_fn(f: Tensor) -> tuple[Tensor, Tensor]:
+            p = (sign * f).sigmoid()
+            return sign * (1 - p), -p * (1 - p)
+
+        return _log_expectation(
+            lambda f: nn.functional.logsigmoid(sign * f),
+            slope_and_curvature_fn,
+            moments.mean,
+            moments.var.clamp(min=torch.finfo(moments.var.dtype).tiny),
+        ).sum(-1)
+
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         return _as_columns(y.to(torch.get_default_dtype()), num_outputs)
 
@@ -333,6 +407,21 @@ class PoissonLikelihood(Likelihood):
         """y m - exp(m + v / 2) - log y!, which is exact."""
         rate = (moments.mean + 0.5 * moments.var).exp()
         return (y * moments.mean - rate - torch.lgamma(y + 1)).sum(-1)
+
+    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
+        """E y = E exp f = exp(m + v / 2), Var exp f = (exp(v) - 1) E[y]^2, E Var[y | f] = E y."""
+        mean = (moments.mean + 0.5 * moments.var).exp()
+        return mean, torch.expm1(moments.var) * mean.square(), mean
+
+    def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """log E exp(y f - exp f) / y!, by quadrature around the mode."""
+        log_expectation = _log_expectation(
+            lambda f: y * f - f.exp() - torch.lgamma(y + 1),
+            lambda f: (y - f.exp(), -f.exp()),
+            moments.mean,
+            moments.var.clamp(min=torch.finfo(moments.var.dtype).tiny),
+        )
+        return log_expectation.sum(-1)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         return _as_columns(y.to(torch.get_default_dtype()), num_outputs)

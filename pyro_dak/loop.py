@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from pyro_dak.checkpoint import (
     CheckpointError,
+    describe,
     load_module_tensors,
     module_tensors,
     read_directory,
@@ -59,6 +60,7 @@ class Run:
         data: ResidentData | LoaderData,
         validation: tuple[Tensor, Tensor] | None,
         schedule: Schedule,
+        batches_per_epoch: int,
         settings: Settings,
         checkpoints: Checkpoints | None,
     ):
@@ -68,7 +70,7 @@ class Run:
         self.data, self.validation, self.checkpoints = data, validation, checkpoints
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.loss, self.optimizer = fabric.setup(loss, optimizer)
-        self.batches_per_epoch = data.batches_per_epoch or -(-data.num_data // settings.batch_size)
+        self.batches_per_epoch = batches_per_epoch
         self.history = History()
         self.step = self.epoch = self.batch = 0
         self.totals = torch.zeros(3, dtype=torch.float64, device=fabric.device)
@@ -107,41 +109,52 @@ class Run:
         for x, y, scale in self.data.epoch(self.generator, self.batch):
             self._train_step(x, y, scale)
             bar.update()
-            if interrupt.is_set():
+            if self._any_process(interrupt.is_set()):
                 return False
         return True
 
+    def _any_process(self, flag: bool) -> bool:
+        """Whether the flag is set in any process, so that all of them stop at the same step."""
+        if self.fabric.world_size == 1:
+            return flag
+        value = torch.tensor(float(flag), device=self.fabric.device)
+        return bool(self.fabric.all_reduce(value, reduce_op="sum") > 0)
+
+    def _factor(self, step: int) -> float:
+        """Factor of the learning rates at a step."""
+        total = self.settings.epochs * self.batches_per_epoch
+        return self.schedule(min(step, total - 1), total, self.batches_per_epoch)
+
     def _train_step(self, x: Tensor, y: Tensor, scale: float) -> None:
-        total_steps = self.settings.epochs * self.batches_per_epoch
-        factor = self.schedule(min(self.step, total_steps - 1), total_steps, self.batches_per_epoch)
+        factor = self._factor(self.step)
         for group, rate in zip(self.raw_optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.zero_grad()
         terms = self.loss(x, y, scale, self.data.num_data)
         detached = terms.detach()
-        # Elsewhere a look at the value would wait for the device; there it is taken per epoch.
-        if self.fabric.device.type == "cpu":
-            self._check_finite(float(detached[0]))
         self.fabric.backward(terms[0])
-        if self.settings.clip_norm is not None:
-            self.fabric.clip_gradients(
-                self.loss,
-                self.optimizer,
-                max_norm=self.settings.clip_norm,
-                error_if_nonfinite=False,
-            )
+        norm = self.fabric.clip_gradients(
+            self.loss,
+            self.optimizer,
+            max_norm=self.settings.clip_norm or math.inf,
+            error_if_nonfinite=False,
+        )
+        # Elsewhere a look at the values would wait for the device; there `save` looks at them.
+        if self.fabric.device.type == "cpu":
+            self._check_finite(float(detached[0]), "loss")
+            self._check_finite(float(norm), "gradient")
         self.optimizer.step()
         self.totals += detached.double()
         self.step += 1
         self.batch += 1
 
-    def _check_finite(self, loss: float) -> None:
-        if math.isfinite(loss):
+    def _check_finite(self, value: float, name: str) -> None:
+        if math.isfinite(value):
             return
         kept = self._newest_checkpoint()
         where = f"The last good checkpoint is {kept}." if kept else "No checkpoint was written."
         raise TrainingError(
-            f"The loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}. Lower the "
+            f"The {name} is {value} in epoch {self.epoch + 1}, step {self.step + 1}. Lower the "
             f"learning rate, scale the inputs, or look for a layer that overflows. {where}"
         )
 
@@ -149,7 +162,7 @@ class Run:
         """Close the epoch: its row of the history, early stopping, checkpoint."""
         means = self.fabric.all_reduce(self.totals / self.batch, reduce_op="mean")
         loss, expected_log_lik, kl = (float(value) for value in means)
-        self._check_finite(loss)
+        self._check_finite(loss, "loss")
         N = self.data.num_data
         row = {
             "loss": loss,
@@ -157,7 +170,7 @@ class Run:
             "elbo_per_datum": -loss,
             "expected_log_lik": expected_log_lik * N,
             "kl": kl * N,
-            "learning_rate": self.raw_optimizer.param_groups[0]["lr"],
+            "learning_rate": self.rates[0] * self._factor(self.step - 1),
         }
         if self.validation is not None:
             row |= self._validate(*self.validation)
@@ -183,7 +196,7 @@ class Run:
     def _validate(self, x: Tensor, y: Tensor) -> dict[str, float]:
         """Scores on held-out rows, each process taking its share of them."""
         own = slice(self.fabric.global_rank, None, self.fabric.world_size)
-        x, y = x[own], y[own]
+        x, y = x[own].to(self.model.layer.log_unit_scale.dtype), y[own]
         prediction = predict(self.model, self.guide, x, progress=False)
         if isinstance(prediction, ClassPrediction):
             fit = (prediction.label == y).double()
@@ -212,13 +225,15 @@ class Run:
         return self.history
 
     def _newest_checkpoint(self) -> Path | None:
-        if self.checkpoints is None or not any(self.checkpoints.directory.glob("step-*")):
-            return None
-        return Checkpoints.newest(self.checkpoints.directory)
+        found = Checkpoints.found(self.checkpoints.directory) if self.checkpoints else []
+        return found[-1] if found else None
 
     def save(self) -> None:
-        """Write a checkpoint; all processes call it, the first writes."""
+        """Write a checkpoint; all processes call it, the first writes. Never one with NaNs."""
         assert self.checkpoints is not None
+        weights = module_tensors(self.model, self.guide)
+        for name, tensor in weights.items():
+            self._check_finite(float(tensor.double().abs().sum()), f"sum of |{name}|")
         rng_states = self.fabric.all_gather(torch.get_rng_state().to(self.fabric.device))
         if self.fabric.is_global_zero:
             tensors, numbers = _flatten(self.raw_optimizer.state_dict()["state"])
@@ -229,7 +244,7 @@ class Run:
             trainer["rng"] = rng_states.cpu().reshape(self.fabric.world_size, -1).clone()
             if self.fabric.device.type == "cuda":
                 trainer["cuda_rng"] = torch.cuda.get_rng_state(self.fabric.device)
-            config = {
+            config = self._description() | {
                 "trainer": {
                     "settings": asdict(self.settings),
                     "num_data": self.data.num_data,
@@ -237,15 +252,23 @@ class Run:
                     "epoch": self.epoch,
                     "batch": self.batch,
                     "rows": self.history.rows,
+                    "status": self.history.status,
                     "best_epoch": self.history.best_epoch,
                     "best_score": self.best_score,
                     "optimizer": numbers,
                 }
             }
             path = self.checkpoints.directory / f"step-{self.step:09d}"
-            write_directory(path, config, module_tensors(self.model, self.guide), trainer)
+            write_directory(path, config, weights, trainer)
             self.checkpoints.prune()
         self.fabric.barrier()
+
+    def _description(self) -> dict[str, Any]:
+        """What lets `load` read a checkpoint; nothing for parts that cannot be described."""
+        try:
+            return describe(self.model, self.guide)
+        except ValueError:
+            return {"model": None}
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint: weights, optimiser, random state, history."""
@@ -261,6 +284,8 @@ class Run:
             raise CheckpointError(f"{path}: is of another model or guide: {error}") from error
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
         self.history.rows, self.history.best_epoch = state["rows"], state["best_epoch"]
+        if state["status"] == "stopped early":
+            self.history.status = "stopped early"
         self.best_score = state["best_score"]
         self.best = _with_prefix(trainer, "best.")
         self.totals.copy_(trainer["totals"])

@@ -10,9 +10,8 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, evaluating
 from pyro_dak.objectives import AnalyticELBO
-from pyro_dak.prediction import evaluating
 
 __all__ = ["Loss", "extract_features", "frozen", "use_compiled"]
 

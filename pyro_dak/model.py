@@ -27,7 +27,7 @@ from pyro_dak.priors import (
 from pyro_dak.scaling import build_scaling
 from pyro_dak.validation import check_integer
 
-__all__ = ["DAK", "local_parameters"]
+__all__ = ["DAK", "evaluating", "local_parameters"]
 
 
 class DAK(PyroModule):
@@ -160,7 +160,9 @@ class DAK(PyroModule):
     def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
         N = h.shape[-2]
-        f = self.functions(h, self.sample_weights(h))
+        h = h.to(self.layer.log_unit_scale.dtype)
+        with torch.autocast(h.device.type, enabled=False):  # mixed precision is for the network
+            f = self.functions(h, self.sample_weights(h))
         if y is not None:
             y = self.likelihood.check_targets(y, self.num_outputs)
         scale = 1.0 if num_data is None else num_data / N
@@ -193,6 +195,23 @@ class DAK(PyroModule):
             value = self.prior_distribution(name, self.layer.log_unit_scale)
         return normal_parameters(value)
 
+    def residual_variance(self, h: Tensor) -> Tensor:
+        """Prior variance of each function that the grid loses at h `(N, P)`, `(N, F)`.
+
+        sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
+        """
+        if self.has_shrinkage:
+            raise NotImplementedError(
+                "The residual variance is not known with a prior on `shrinkage`; predict without."
+            )
+        var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
+        if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
+            raise NotImplementedError(
+                "The residual variance needs a prior of `z` with finite variance, the same at "
+                "every node of a unit; predict without it."
+            )
+        return self.layer.unit_residuals(h) @ var[..., 0].to(h).mT
+
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites, `(..., N, F)`.
 
@@ -207,6 +226,20 @@ class DAK(PyroModule):
         }
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad(), local_parameters(*modules):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

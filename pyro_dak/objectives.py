@@ -105,9 +105,12 @@ class AnalyticELBO(ELBO):
             raise ValueError(
                 f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}."
             )
-        rows = self.expected_log_prob(model.likelihood, y, guide.moments(model.layer, h))
         scale = 1.0 if num_data is None else num_data / len(y)
-        return ELBOTerms(scale * rows.sum(), kl(model, guide))
+        # Mixed precision is for the network; the last layer is cheap and keeps its own.
+        with torch.autocast(h.device.type, enabled=False):
+            moments = guide.moments(model.layer, h.to(model.layer.log_unit_scale.dtype))
+            rows = self.expected_log_prob(model.likelihood, y, moments)
+            return ELBOTerms(scale * rows.sum(), kl(model, guide))
 
     def differentiable_loss(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None

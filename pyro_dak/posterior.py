@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_dak.guides import FullRankGuide
 from pyro_dak.likelihoods import GaussianLikelihood
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, evaluating
 from pyro_dak.validation import check_finite
 
 __all__ = ["ExactPosterior", "exact_posterior"]
@@ -62,19 +62,16 @@ def exact_posterior(
         raise ValueError(
             f"`x` and `y` must have the same, positive length; got {len(x)}, {len(y)}."
         )
-    is_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         chunks = _design_and_residuals(model, x, y, loc0, residual_variance, chunk_size)
         solver = _by_weights if len(y) > loc0.shape[-1] else _by_rows
         parts = solver(chunks, scale0, noise_scale)
-    finally:
-        model.train(is_training)
     loc = loc0 + scale0 * torch.stack([part.mean for part in parts])
     tril = scale0.unsqueeze(-1) * torch.stack([part.tril for part in parts])
     log_evidence = -0.5 * sum(len(y) * math.log(2 * math.pi) + part.fit for part in parts)
     like = model.layer.log_unit_scale
-    guide = FullRankGuide(model).to(like.device, like.dtype)
+    with torch.random.fork_rng(devices=[]):  # its random start is not used
+        guide = FullRankGuide(model).to(like.device, like.dtype)
     guide.set_parameters(loc, tril)
     return ExactPosterior(guide, log_evidence)
 
@@ -124,7 +121,7 @@ class _Solution(NamedTuple):
     fit: float
 
 
-# Chunks of Phi (n, K), of the residuals of the prior mean (n, C), and of the variance lost (n,).
+# Chunks of Phi (n, K), of the residuals of the prior mean and of the variance lost, (n, C) each.
 _Chunks = Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -134,33 +131,35 @@ def _design_and_residuals(
     for start in range(0, len(x), chunk_size):
         h = model.unit_inputs(x[start : start + chunk_size]).double()
         design = model.layer.design(h)
-        lost = model.layer.residual_variance(h).squeeze(-1)
         residual = y[start : start + chunk_size].double() - design @ loc0.mT
-        yield design, residual, lost if residual_variance else torch.zeros_like(lost)
+        lost = model.residual_variance(h) if residual_variance else torch.zeros_like(residual)
+        yield design, residual, lost
 
 
 def _by_weights(chunks: _Chunks, scale0: Tensor, noise_scale: list[float]) -> list[_Solution]:
-    """Solve with I + B^T B, K x K, from sums over the rows, one per level of noise.
+    """Solve with I + B^T B, K x K, from sums over the rows; outputs with one noise share them.
 
     With J the reversal, chol(J A J) reversed is an upper U with A = U U^T, so that U^{-T} is the
     lower Cholesky factor of A^{-1}.
     """
     C, K = len(noise_scale), scale0.shape[-1]
     options: dict[str, Any] = {"dtype": torch.float64, "device": scale0.device}
-    gram = {noise: torch.zeros(K, K, **options) for noise in set(noise_scale)}
+    is_shared = len(set(noise_scale)) == 1 and bool((scale0 == scale0[0]).all())
+    grams = [torch.zeros(K, K, **options) for _ in range(1 if is_shared else C)]
     moment, square, log_var = (torch.zeros(*shape, **options) for shape in ((C, K), (C,), (C,)))
     for design, residual, lost in chunks:
-        for noise, total in gram.items():
-            total += design.mT @ (design / (noise**2 + lost).unsqueeze(-1))
         for c, noise in enumerate(noise_scale):
-            var = noise**2 + lost
+            var = noise**2 + lost[:, c]
+            if c < len(grams):
+                grams[c] += design.mT @ (design / var.unsqueeze(-1))
             moment[c] += design.mT @ (residual[:, c] / var)
             square[c] += (residual[:, c].square() / var).sum()
             log_var[c] += var.log().sum()
     eye = torch.eye(K, **options)
     solutions = []
-    for c, noise in enumerate(noise_scale):
-        precision = eye + scale0[c].unsqueeze(-1) * gram[noise] * scale0[c]
+    for c in range(C):
+        gram = grams[c if c < len(grams) else 0]
+        precision = eye + scale0[c].unsqueeze(-1) * gram * scale0[c]
         upper = torch.linalg.cholesky(precision.flip(-1, -2)).flip(-1, -2)
         tril = torch.linalg.solve_triangular(upper, eye, upper=True).mT
         half = tril.mT @ (scale0[c] * moment[c])
@@ -176,7 +175,7 @@ def _by_rows(chunks: _Chunks, scale0: Tensor, noise_scale: list[float]) -> list[
     eye = torch.eye(max(N, K), dtype=torch.float64, device=design.device)
     solutions = []
     for c, noise in enumerate(noise_scale):
-        var = noise**2 + lost
+        var = noise**2 + lost[:, c]
         B, r = design * scale0[c] / var.sqrt().unsqueeze(-1), residual[:, c] / var.sqrt()
         L = torch.linalg.cholesky(eye[:N, :N] + B @ B.mT)
         V = torch.linalg.solve_triangular(L, B, upper=False).mT  # (K, N)

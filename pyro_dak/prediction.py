@@ -1,13 +1,15 @@
 """From a posterior to predictions: means, variances, intervals, class probabilities, components."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import pyro
 import torch
+from pyro import poutine
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -19,7 +21,7 @@ from pyro_dak.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.model import DAK, local_parameters
+from pyro_dak.model import DAK, evaluating
 from pyro_dak.validation import check_choice, check_finite, check_floating, check_integer
 
 __all__ = [
@@ -29,8 +31,8 @@ __all__ = [
     "Prediction",
     "components",
     "draw_sites",
-    "evaluating",
     "function_moments",
+    "has_closed_form",
     "predict",
     "sample_functions",
 ]
@@ -41,7 +43,8 @@ class Prediction:
     """What is known of y at new inputs; all tensors `(N, C)`.
 
     `mean` is E y. The variance splits into `epistemic`, what more data could remove, and
-    `aleatoric`, the noise. `functions` is the Gaussian q(f).
+    `aleatoric`, the noise. `functions` is the Gaussian q(f), output by output: covariance between
+    outputs, which some guides have, is left out of `sample` and `log_prob`.
     """
 
     mean: Tensor
@@ -90,17 +93,23 @@ class Prediction:
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each row under the predictive distribution, `(N,)`, in nats."""
         y = self.likelihood.check_targets(y, self.mean.shape[-1])
+        _check_rows(y, self.mean)
         with torch.no_grad():
             return self.likelihood.predictive_log_prob(y, self.functions)
 
 
 @dataclass(frozen=True)
 class ClassPrediction:
-    """Class probabilities `(N, C)`, and how sure they are."""
+    """Class probabilities `(N, C)`, as logarithms, and how sure they are."""
 
-    probs: Tensor
+    log_probs: Tensor
     expected_entropy: Tensor
     functions: FunctionMoments
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities, `(N, C)`."""
+        return self.log_probs.exp()
 
     @property
     def label(self) -> Tensor:
@@ -125,8 +134,11 @@ class ClassPrediction:
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log probability of the labels y `(N,)`."""
-        y = CategoricalLikelihood().check_targets(y, self.probs.shape[-1])
-        return self.probs.gather(-1, y.unsqueeze(-1)).squeeze(-1).log()
+        likelihood = CategoricalLikelihood()
+        y = likelihood.check_targets(y, self.log_probs.shape[-1])
+        likelihood.check_values(y, self.log_probs.shape[-1])
+        _check_rows(y, self.log_probs)
+        return self.log_probs.gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
 class Components(NamedTuple):
@@ -137,47 +149,52 @@ class Components(NamedTuple):
     unit_inputs: Tensor
 
 
-@contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    for module in modules:
-        module.eval()
-    try:
-        with torch.no_grad(), local_parameters(*modules):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def function_moments(
     model: DAK,
     guide: nn.Module,
     h: Tensor,
-    num_samples: int = 100,
+    sites: dict[str, Tensor] | None = None,
     residual_variance: bool = False,
 ) -> FunctionMoments:
     """q(f) at unit inputs h `(N, P)`: exact for a `GaussianGuide` without shrinkage.
 
-    For any other guide mean and covariance are those of `num_samples` draws of the weights.
+    For any other guide mean and covariance are those over `sites`, draws of all sites.
     """
-    if isinstance(guide, GaussianGuide) and not model.has_shrinkage:
+    if has_closed_form(guide, model):
         moments = guide.moments(model.layer, h)
     else:
-        f = model.functions(h, draw_sites(guide, num_samples))  # (S, N, F)
+        assert sites is not None
+        f = model.functions(h, sites)  # (S, N, F)
         mean = f.mean(0)
         root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
         moments = FunctionMoments(mean, root.square().sum(0), root)
     if not residual_variance:
         return moments
-    return moments._replace(var=moments.var + model.layer.residual_variance(h))
+    return moments._replace(var=moments.var + model.residual_variance(h))
 
 
-def draw_sites(guide: nn.Module, num_samples: int, *args: Tensor) -> dict[str, Tensor]:
-    """Draws of all sites from a guide, each `(S, 1, *event)`."""
+def has_closed_form(guide: nn.Module, model: DAK) -> TypeGuard[GaussianGuide]:
+    """Whether q(f) is known without draws."""
+    return isinstance(guide, GaussianGuide) and not model.has_shrinkage
+
+
+def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:
+    """Draws of all sites from a guide, each `(S, 1, *event)`.
+
+    Args:
+        guide: any guide whose sites do not depend on the inputs.
+        num_samples: S.
+        x: inputs, for guides that ask for arguments.
+    """
+    arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
     with pyro.plate("draws", num_samples, dim=-2):
-        return guide(*args)
+        trace = poutine.trace(guide).get_trace(*arguments)
+    sites = {
+        name: site["value"]
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+    return {name: value for name, value in sites.items() if value.dim() and name != "draws"}
 
 
 def predict(
@@ -188,13 +205,15 @@ def predict(
     method: Literal["mc", "probit"] = "mc",
     num_samples: int = 100,
     residual_variance: bool = False,
+    seed: int | None = None,
     chunk_size: int = 16384,
     progress: bool = True,
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
 
-    Each row is predicted by itself, in eval mode and without gradients; features are computed once
-    per row, and rows stream through in chunks, so that memory beyond the result is bounded.
+    Each row is predicted by itself, in eval mode and without gradients: with the same seed it gets
+    the same prediction whatever rows are beside it. Features are computed once per row, and rows
+    stream through in chunks, so that memory beyond the result is bounded.
 
     Args:
         model: the model.
@@ -204,6 +223,7 @@ def predict(
         num_samples: draws of f for "mc"; draws of the weights for guides without closed form.
         residual_variance: add the prior variance that the grid loses between and outside its nodes,
             so that far from the data the uncertainty returns to the prior's.
+        seed: of the draws, where there are any; by default from torch's global state.
         chunk_size: rows at a time.
         progress: show a bar if it takes more than two seconds.
     """
@@ -211,22 +231,31 @@ def predict(
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
     _check_inputs(model, x)
-    likelihood: Likelihood = model.likelihood
-    is_class = isinstance(likelihood, CategoricalLikelihood)
+    device = model.layer.log_unit_scale.device
+    likelihood: Likelihood = copy.deepcopy(model.likelihood).to(x.device)
+    needs_draws = method == "mc" if isinstance(likelihood, CategoricalLikelihood) else False
     parts: list[tuple[Tensor, ...]] = []
     with evaluating(model, guide):
+        sites = None
+        if not has_closed_form(guide, model):
+            with _seeded(seed):
+                sites = draw_sites(guide, num_samples, x[:1].to(device))
+        seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
         for chunk in _chunks(x, chunk_size, progress):
-            h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
-            q = function_moments(model, guide, h, num_samples, residual_variance)
-            if isinstance(likelihood, CategoricalLikelihood):
-                draws = num_samples if method == "mc" else None
-                results: tuple[Tensor, ...] = likelihood.class_probabilities(q, draws)
+            h = model.unit_inputs(chunk.to(device))
+            q = function_moments(model, guide, h, sites, residual_variance)
+            if isinstance(model.likelihood, CategoricalLikelihood):
+                draws = None
+                if needs_draws:
+                    generator = torch.Generator(device).manual_seed(seed or 0)
+                    draws = sample_marginals(q, num_samples, generator)
+                results: tuple[Tensor, ...] = model.likelihood.class_probabilities(q, draws)
             else:
-                results = likelihood.predictive_moments(q)
+                results = model.likelihood.predictive_moments(q)
             parts.append(tuple(part.to(x.device) for part in (*results, q.mean, q.var)))
     joined = [torch.cat(part) for part in zip(*parts, strict=True)]
     functions = FunctionMoments(joined[-2], joined[-1])
-    if is_class:
+    if isinstance(likelihood, CategoricalLikelihood):
         return ClassPrediction(joined[0], joined[1], functions)
     return Prediction(joined[0], joined[1], joined[2], functions, likelihood)
 
@@ -274,8 +303,27 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
 def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> FunctionDraws:
     """Functions drawn from the posterior: a draw of the weights is a whole function of x."""
     check_integer("num_samples", num_samples, minimum=1)
+    shape = model.input_shape
+    like = model.layer.log_unit_scale
+    x = None if shape is None else torch.zeros(1, *shape, dtype=like.dtype, device=like.device)
     with evaluating(model, guide):
-        return FunctionDraws(model, draw_sites(guide, num_samples))
+        return FunctionDraws(model, draw_sites(guide, num_samples, x))
+
+
+def _check_rows(y: Tensor, like: Tensor) -> None:
+    if len(y) != len(like):
+        raise ValueError(f"`y` must have {len(like)} rows, as the prediction has; got {len(y)}.")
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """torch's global random state from `seed` on inside, if given."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 def _check_inputs(model: DAK, x: Tensor) -> None:

@@ -4,7 +4,7 @@ A scaling is an affine map per unit. In training mode its statistics are those o
 their gradient, as in batch normalisation, and running averages of them are kept in buffers; in
 eval mode the running statistics are used, so that a prediction depends on its own row alone.
 (Detached running statistics in training were tried: the scale of the features then drifts, and the
-test error doubles.) Across processes the statistics are those of the global batch.
+test error doubles.) When `fit` runs in several processes, they are those of the global batch.
 """
 
 import warnings
@@ -41,14 +41,15 @@ class Scaling(nn.Module):
         check_bounds("bounds", bounds)
         check_positive("momentum", momentum)
         self.num_units, self.bounds, self.momentum = num_units, bounds, momentum
+        self.is_synchronized = False  # set by `fit` when it runs in several processes
         self.register_buffer("first", torch.zeros(num_units))
         self.register_buffer("second", torch.ones(num_units))
         self.register_buffer("num_batches", torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
-        rows = h.flatten(0, -2)
+        rows = h.flatten(0, -2).to(self.first.dtype)  # statistics keep their precision
         # A single row has no spread: it is mapped by what earlier batches showed.
-        if not self.training or (len(rows) < 2 and not _is_distributed()):
+        if not self.training or (len(rows) < 2 and not self.is_synchronized):
             return self.apply_map(h, self.first, self.second)
         first, second = self.batch_statistics(rows)
         self._update(first.detach(), second.detach())
@@ -112,7 +113,7 @@ class Standardize(Scaling):
         bounds: tuple[float, float],
         momentum: float = 0.1,
         num_std: float = 2.0,
-        eps: float = 1e-6,
+        eps: float = 1e-10,
     ):
         super().__init__(num_units, bounds, momentum)
         check_positive("num_std", num_std)
@@ -120,7 +121,7 @@ class Standardize(Scaling):
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance; over all processes if there are several."""
-        if not _is_distributed():
+        if not self.is_synchronized:
             var, mean = torch.var_mean(rows, 0, correction=0)
             return mean, var
         count = rows.new_full((1,), len(rows))
@@ -161,7 +162,7 @@ class MinMax(Scaling):
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum and maximum; over all processes, then without gradient, if there are several."""
         low, high = torch.aminmax(rows, dim=0)
-        if _is_distributed():
+        if self.is_synchronized:
             extremes = torch.cat([-low, high]).detach()
             torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
             return -extremes[: self.num_units], extremes[self.num_units :]
@@ -196,10 +197,6 @@ def build_scaling(name: str, num_units: int, bounds: tuple[float, float]) -> Sca
     """The scaling called `name`: "standardize", "minmax" or "none"."""
     check_choice("scaling", name, SCALINGS)
     return SCALINGS[name](num_units, bounds)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _sum_over_processes(value: Tensor) -> Tensor:

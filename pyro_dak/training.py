@@ -9,8 +9,9 @@ import torch
 from pyro.infer import ELBO, Trace_ELBO
 from torch import Tensor, nn
 
+from pyro_dak.checkpoint import read_directory
 from pyro_dak.config import set_up_guide
-from pyro_dak.data import LoaderData, ResidentData, check_data, training_data
+from pyro_dak.data import LoaderData, ResidentData, check_data, is_pair, training_data
 from pyro_dak.guides import GaussianGuide
 from pyro_dak.history import Checkpoints, History, Settings, TrainingError
 from pyro_dak.loop import Run
@@ -27,7 +28,8 @@ def build_objective(objective: str | ELBO, model: DAK, guide: nn.Module) -> ELBO
     """The objective called so: "closed_form", "jensen", "local", "trace", or the best for "auto".
 
     "auto" is the closed form where the likelihood has one, draws of f for other likelihoods, and
-    Pyro's `Trace_ELBO` with 8 vectorised particles for guides or priors that are not Gaussian.
+    Pyro's `Trace_ELBO` with 8 vectorised particles where q(f) is not Gaussian: for other guides,
+    and with a prior on `shrinkage`.
     """
     if isinstance(objective, ELBO):
         return objective
@@ -77,9 +79,10 @@ def fit(
     """Train model and guide together by maximising a lower bound of the evidence.
 
     Model and guide are changed in place and left in eval mode. The same seed on the same machine
-    gives the same result; so does a run that was stopped and resumed (with a loader: at the end of
-    an epoch). Under several processes, started by `fabric run` or `torchrun`, each takes a share of
-    every batch, and the result is that of one process.
+    gives the same result; so does a run that was stopped and resumed (a loader must draw nothing of
+    its own while it loads, or resume at the end of an epoch). Under several processes, started by
+    `fabric run` or `torchrun`, each takes a share of every batch, and the result is that of one
+    process, up to draws and layers that look at the whole batch, such as BatchNorm.
 
     Args:
         model: the model.
@@ -122,34 +125,41 @@ def fit(
     check_integer("checkpoint_every", checkpoint_every, minimum=1)
     check_integer("keep_last", keep_last, minimum=1)
     check_positive("learning_rate", learning_rate)
+    if last_layer_learning_rate is None:
+        last_layer_learning_rate = learning_rate
+    check_positive("last_layer_learning_rate", last_layer_learning_rate)
+    if clip_norm is not None:
+        check_positive("clip_norm", clip_norm)
     if patience is not None and validation is None:
         raise ValueError("`patience` needs `validation`: a pair (x, y), or a share like 0.1.")
-    seed = int(torch.randint(2**31, ())) if seed is None else seed
+    checkpoints = None
+    if checkpoint_dir is not None:
+        checkpoints = Checkpoints(Path(checkpoint_dir), checkpoint_every, keep_last)
+        if resume_from is None and Checkpoints.found(checkpoints.directory):
+            raise ValueError(
+                f"`checkpoint_dir` ({checkpoint_dir}) holds checkpoints of an earlier run. Pass it "
+                "as `resume_from` too to go on with that run, or name another directory."
+            )
+    fabric = _launch(accelerator, devices, precision, strategy)
+    seed = fabric.broadcast(_seed(seed, resume_from))
+    loss_objective = build_objective(objective, model, guide)
     settings = Settings(
-        epochs,
-        batch_size,
-        learning_rate,
-        learning_rate if last_layer_learning_rate is None else last_layer_learning_rate,
-        optimizer,
-        schedule if isinstance(schedule, str) else "custom",
-        weight_decay,
-        decay_last_layer,
-        clip_norm,
-        patience,
-        fixed_features,
-        seed,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        last_layer_learning_rate=last_layer_learning_rate,
+        optimizer=optimizer,
+        schedule=schedule if isinstance(schedule, str) else _name_of(schedule),
+        weight_decay=weight_decay,
+        decay_last_layer=decay_last_layer,
+        clip_norm=clip_norm,
+        patience=patience,
+        fixed_features=fixed_features,
+        objective=type(loss_objective).__name__,
+        has_validation=validation is not None,
+        world_size=fabric.world_size,
+        seed=seed,
     )
-    # Imported here: it takes longer than all the rest of the package together.
-    from lightning_fabric import Fabric
-
-    is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
-    if devices is None:
-        devices = "auto" if is_launched else 1
-    fabric = Fabric(
-        accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
-    )
-    if not is_launched:
-        fabric.launch()
     cuda = [fabric.device] if fabric.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices=cuda),
@@ -159,13 +169,16 @@ def fit(
         torch.manual_seed(seed + fabric.global_rank)
         model.to(fabric.device)
         guide.to(fabric.device)
-        data, held_out = _split_validation(model, data, validation, seed, fabric.device)
+        data, held_out = _split_validation(
+            model, data, validation, seed, fabric.device, fabric.world_size
+        )
         batches = _batches(fabric, model, data, settings, num_data)
-        first = data[0] if _is_pair(data) else next(iter(data))[0]
+        first = data[0] if is_pair(data) else next(iter(data))[0]
         set_up_guide(guide, model, first[:2].to(fabric.device))
-        loss = Loss(model, guide, build_objective(objective, model, guide), fixed_features)
+        loss = Loss(model, guide, loss_objective, fixed_features)
         if compile:
             use_compiled(loss)
+        model.scaling.is_synchronized = fabric.world_size > 1
         run = Run(
             fabric,
             loss,
@@ -173,32 +186,74 @@ def fit(
             batches,
             held_out,
             schedule_fn(schedule),
+            batches.batches_per_epoch or -(-batches.num_data // len(first)),
             settings,
-            None
-            if checkpoint_dir is None
-            else Checkpoints(Path(checkpoint_dir), checkpoint_every, keep_last),
+            checkpoints,
         )
         if resume_from is not None:
             run.resume(Path(resume_from))
         try:
             history = run.run(callbacks, progress)
         finally:
+            model.scaling.is_synchronized = False
             model.eval()
             guide.eval()
     model.scaling.warn_if_dead()
     return history
 
 
+def _launch(accelerator: str, devices: int | str | None, precision: Any, strategy: str) -> Any:
+    """Fabric, with its processes running; those that `fabric run` or `torchrun` made are found."""
+    # Imported here: it takes longer than all the rest of the package together.
+    from lightning_fabric import Fabric
+
+    is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
+    num_nodes = 1
+    if devices is None:
+        devices = "auto" if is_launched else 1
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if not is_launched and world_size > 1:  # `torchrun`
+            devices = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+            num_nodes = world_size // devices
+            strategy = "ddp" if strategy == "auto" else strategy
+    fabric = Fabric(
+        accelerator=accelerator,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=precision,
+        strategy=strategy,
+    )
+    if not is_launched:
+        fabric.launch()
+    return fabric
+
+
+def _seed(seed: int | None, resume_from: str | Path | None) -> int:
+    """The seed given, that of the run to go on with, or a random one."""
+    if seed is not None:
+        return seed
+    if resume_from is not None:
+        state = read_directory(Checkpoints.newest(Path(resume_from))).config.get("trainer")
+        if state is not None:
+            return int(state["settings"]["seed"])
+    return int(torch.randint(2**31, ()))
+
+
+def _name_of(schedule: Schedule) -> str:
+    """A name for a schedule of one's own, to notice another one at resuming."""
+    return f"custom {getattr(schedule, '__qualname__', type(schedule).__qualname__)}"
+
+
 def _split_validation(
-    model: DAK, data: Any, validation: Any, seed: int, device: torch.device
+    model: DAK, data: Any, validation: Any, seed: int, device: torch.device, world_size: int
 ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     """Training data and checked held-out rows on the device."""
     if validation is None:
         return data, None
-    if isinstance(validation, float):
+    if isinstance(validation, int | float):
         if not 0 < validation < 1:
             raise ValueError(f"`validation` must be a share between 0 and 1; got {validation}.")
-        if not _is_pair(data):
+        if not is_pair(data):
             raise ValueError("`validation` as a share needs tensors; give a pair (x, y) instead.")
         x, y = check_data(model, *data)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -207,7 +262,14 @@ def _split_validation(
             raise ValueError(f"`validation`={validation} of {len(x)} rows leaves none to train on.")
         held_out, kept = order[:num_held_out], order[num_held_out:]
         data, validation = (x[kept], y[kept]), (x[held_out], y[held_out])
+    if not is_pair(validation):
+        raise TypeError(
+            "`validation` must be a pair (x, y) or a share of the rows between 0 and 1; "
+            f"got {type(validation).__name__}."
+        )
     x, y = check_data(model, validation[0], validation[1], "validation")
+    if len(x) < world_size:
+        raise ValueError(f"`validation` needs a row for each of {world_size} processes.")
     return data, (x.to(device), y.to(device))
 
 
@@ -225,16 +287,12 @@ def _batches(
 
 def _all_rows(model: DAK, data: Any, chunk_size: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
     """Every row once, in batches."""
-    if _is_pair(data):
+    if is_pair(data):
         x, y = check_data(model, *data)
         yield from zip(x.split(chunk_size), y.split(chunk_size), strict=True)
     else:
         for x, y in data:
             yield check_data(model, x, y, "batch")
-
-
-def _is_pair(data: Any) -> bool:
-    return isinstance(data, tuple | list) and len(data) == 2
 
 
 def _optimizer(

@@ -107,7 +107,7 @@ def test_prior_variance_and_residual_variance_add_to_that_of_the_process():
     h = inputs(made, 20)
     induced = made.design(h).square().sum(-1) - 1  # without the bias
     total = made.unit_scale.square().sum().expand(20)
-    assert_close(induced + made.residual_variance(h).squeeze(-1), total)
+    assert_close(induced + made.unit_residuals(h).sum(-1), total)
 
 
 @pytest.mark.parametrize("num_units", [1, 16])

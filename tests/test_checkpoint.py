@@ -1,9 +1,11 @@
 """Saving and loading: bit-equal, atomic, and safe against damaged and hostile files."""
 
+import hashlib
 import json
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -29,11 +31,18 @@ from pyro_dak import (
     predict,
     save,
 )
-from pyro_dak.config import build_network, describe_guide, describe_network, set_up_guide
+from pyro_dak.config import (
+    build_model,
+    build_network,
+    describe_guide,
+    describe_network,
+    set_up_guide,
+)
 
 # Loads the model of every guide in a process that has seen none of them, and predicts.
 LOAD_SCRIPT = """
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -144,8 +153,56 @@ def test_every_listed_layer_can_be_described():
         nn.Linear(2, 3, bias=False), nn.LayerNorm(3), nn.GELU(), nn.LeakyReLU(0.3), nn.SiLU(),
         nn.Sigmoid(), nn.Softplus(), nn.Tanh(), nn.Dropout(0.1), nn.Identity(),
     )  # fmt: skip
+    network.append(nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False, divisor_override=3))
+    network.append(nn.MaxPool2d(2, dilation=2, ceil_mode=True))
+    network.append(nn.LayerNorm(3, bias=False))
     twin = build_network(json.loads(json.dumps(describe_network(network))))
     assert repr(twin) == repr(network)
+    assert twin[-3].count_include_pad is False
+    assert twin[-3].divisor_override == 3
+    assert twin[-2].dilation == 2
+    assert twin.state_dict().keys() == network.state_dict().keys()
+
+
+def test_named_layers_keep_their_names(tmp_path):
+    network = nn.Sequential(OrderedDict(first=nn.Linear(3, 4), second=nn.ReLU()))
+    model = DAK(network, 4, num_units=2, level=2).eval()
+    guide = MeanFieldGuide(model)
+    save(model, guide, tmp_path / "model")
+    x = torch.randn(5, 3)
+    assert torch.equal(predict(*load(tmp_path / "model"), x).mean, predict(model, guide, x).mean)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"format": "pyro_dak"}'])
+def test_a_directory_with_other_files_is_never_replaced(tmp_path, config):
+    model, _ = make_model()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(config)
+    (tmp_path / "mine" / "precious").write_text("data")
+    with pytest.raises(FileExistsError, match="not a saved model"):
+        save(model, MeanFieldGuide(model).float(), tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("sha256", None), ("model", []), ("guide", 3), ("dtype", "object"), ("input_shape", "x"),
+])  # fmt: skip
+def test_a_crafted_config_gives_a_checkpoint_error(saved, key, value):
+    config = json.loads((saved / "config.json").read_text())
+    config.pop("checksum")
+    config[key] = value
+    body = json.dumps(config, sort_keys=True)
+    config["checksum"] = hashlib.sha256(body.encode()).hexdigest()
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(saved)
+
+
+def test_options_of_the_scaling_cannot_replace_its_methods(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["model"]["scaling_options"]["forward"] = 1.0
+    with pytest.raises(ValueError, match="unknown option of the scaling 'forward'"):
+        build_model(config["model"])
 
 
 class OwnExtractor(nn.Module):
@@ -264,8 +321,6 @@ class Hostile:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("fix_checksum", [False, True])
 def test_a_pickle_in_disguise_is_refused_and_not_run(saved, name, fix_checksum):
-    import hashlib
-
     owned = saved.parent / "owned"
     hostile = pickle.dumps(Hostile(owned))
     pickle.loads(hostile)  # it would work

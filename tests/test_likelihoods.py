@@ -187,3 +187,30 @@ def test_noise_must_be_one_number_or_one_per_output():
 def test_degrees_of_freedom_must_be_positive():
     with pytest.raises(ValueError, match="`df` must be positive"):
         StudentTLikelihood(df=0.0)
+
+
+# Predictive densities where p(y | f) is much narrower than q(f), against a fine grid over f
+
+
+def grid_log_prob(likelihood, y, mean, var, num_nodes=400_001):
+    f = mean + var**0.5 * torch.linspace(-12, 12, num_nodes)
+    log_q = torch.distributions.Normal(mean, var**0.5).log_prob(f)
+    log_p = likelihood.distribution(f.unsqueeze(-1)).log_prob(torch.tensor([y]))
+    return torch.logsumexp(log_q + log_p, 0) + math.log(24 * var**0.5 / (num_nodes - 1))
+
+
+@pytest.mark.parametrize(("likelihood", "y", "mean", "var"), [
+    (StudentTLikelihood(4.0, 0.1), 0.0, 0.0, 1.0),
+    (StudentTLikelihood(4.0, 0.02), 0.2, 0.0, 1.0),
+    (StudentTLikelihood(1.5, 0.5), 7.0, 0.0, 0.1),
+    (StudentTLikelihood(30.0, 0.5), -1.0, 0.3, 0.5),
+    (PoissonLikelihood(), 1000.0, 6.9, 0.25),
+    (PoissonLikelihood(), 0.0, 3.0, 2.0),
+    (PoissonLikelihood(), 40.0, -2.0, 1.0),
+    (BernoulliLikelihood(), 1.0, -3.0, 100.0),
+    (BernoulliLikelihood(), 0.0, 8.0, 0.5),
+])  # fmt: skip
+def test_predictive_log_prob_is_exact_for_sharp_likelihoods(likelihood, y, mean, var):
+    moments = FunctionMoments(torch.tensor([[mean]]), torch.tensor([[var]]))
+    ours = likelihood.predictive_log_prob(torch.tensor([[y]]), moments)
+    assert_close(ours.item(), grid_log_prob(likelihood, y, mean, var).item(), rtol=1e-4, atol=1e-4)

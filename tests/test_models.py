@@ -257,7 +257,7 @@ def test_options_reach_dak(name):
     assert prediction.functions.mean.shape == (20, 2)
     assert prediction.aleatoric.std() > 0
     with evaluating(model.model):
-        residual = model.model.layer.residual_variance(model.model.unit_inputs(x))
+        residual = model.model.residual_variance(model.model.unit_inputs(x))
     model.residual_variance = False
     assert_close(prediction.epistemic - model.predict(x).epistemic, residual)
     assert isinstance(model.guide, MeanFieldGuide)

@@ -136,7 +136,7 @@ def additive_gp(x, y, x_new, noise_scale):
         model.layer.log_unit_scale += 0.3 * torch.randn(input_dim)
         guide = exact_posterior(model, x, y, residual_variance=True).guide
         mean, var, _ = guide.moments(model.layer, x_new)
-        var = var + model.layer.residual_variance(x_new)
+        var = var + model.residual_variance(x_new)
         scale = model.unit_scale
         expected = reference.additive_gp_posterior(x, y, x_new, 1.0, scale, 1.5, noise_scale)
     return mean.squeeze(-1), var.squeeze(-1), *expected
@@ -172,7 +172,7 @@ def test_fine_grid_is_close_to_exact_gp_regression_for_any_inputs(input_dim):
 
 def test_residual_variance_counts_as_noise_of_its_row():
     case = regression(30)
-    lost = case.model.layer.residual_variance(case.h).detach()
+    lost = case.model.residual_variance(case.h).detach()
     noise_var = case.model.likelihood.noise_scale.square().expand(case.y.shape[-1])
     design = case.model.layer.design(case.h).detach()
     expected = 0.0

@@ -17,6 +17,8 @@ from pyro_dak import (
     GaussianLikelihood,
     HorseshoePrior,
     MeanFieldGuide,
+    NormalPrior,
+    StudentTPrior,
     components,
     predict,
     sample_functions,
@@ -225,7 +227,7 @@ def test_shrinkage_goes_through_draws():
     model = DAK(nn.Identity(), 3, num_units=3, embedding=False, level=2,
                 prior={"shrinkage": HorseshoePrior()}).eval()  # fmt: skip
     guide = MeanFieldGuide(model)
-    moments = function_moments(model, guide, torch.rand(5, 3), num_samples=10)
+    moments = function_moments(model, guide, torch.rand(5, 3), draw_sites(guide, 10))
     assert moments.root.shape == (10, 5, 1)
 
 
@@ -288,3 +290,90 @@ def test_bad_inputs_are_refused(no_type_checker):
         predict(model, guide, x, method="laplace")
     with pytest.raises(ValueError, match=r"shape \(N, 2\)"):
         predict(model, guide, x).log_prob(torch.zeros(40))
+
+
+@pytest.mark.parametrize("guide", ["mean_field", "low_rank"])
+def test_sampled_class_probabilities_are_row_wise_too(guide):
+    model, q, x = make("categorical", num_outputs=3, guide=guide)
+    whole = predict(model, q, x, num_samples=30, seed=5)
+    parts = predict(model, q, x.flip(0), num_samples=30, seed=5, chunk_size=7)
+    assert_close(parts.probs, whole.probs.flip(0))
+    assert not torch.equal(predict(model, q, x, num_samples=30, seed=6).probs, whole.probs)
+
+
+def test_draws_of_other_guides_are_row_wise_too():
+    model, _, x = make()
+    guide = AutoNormal(model, init_scale=0.3)
+    guide(x, torch.zeros(40, 2))
+    whole = predict(model, guide, x, num_samples=30, seed=5)
+    parts = predict(model, guide, x.flip(0), num_samples=30, seed=5, chunk_size=7)
+    assert_close(parts.mean, whole.mean.flip(0))
+
+
+def test_a_plain_guide_that_takes_the_data_and_returns_nothing_predicts():
+    model, q, x = make()
+
+    class Plain(pyro.nn.PyroModule):
+        def forward(self, x, y):
+            for name in ("mu", "z"):
+                value = getattr(q, f"{name}_loc").detach()
+                pyro.sample(name, pyro.distributions.Delta(value).to_event(value.dim()))
+
+    assert_close(predict(model, Plain(), x).mean, predict(model, q, x).mean)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_residual_variance_follows_the_prior_of_the_weights(scale):
+    model = DAK(nn.Identity(), 2, num_units=2, embedding=False, scaling="none", level=4,
+                prior={"z": NormalPrior(scale=scale)})  # fmt: skip
+    guide = MeanFieldGuide(model, init_scale=1e-3)
+    far = predict(model, guide, torch.full((1, 2), 60.0), residual_variance=True)
+    expected = scale**2 * model.unit_scale.square().sum()
+    assert_close(far.epistemic.item(), expected.item(), rtol=1e-3, atol=0)
+
+
+def test_residual_variance_refuses_priors_without_one_variance():
+    options = {"num_units": 2, "embedding": False, "level": 2}
+    x = torch.rand(3, 2)
+    model = DAK(nn.Identity(), 2, **options, prior={"shrinkage": HorseshoePrior()}).eval()
+    with pytest.raises(NotImplementedError, match="shrinkage"):
+        predict(model, MeanFieldGuide(model), x, residual_variance=True)
+    model = DAK(nn.Identity(), 2, **options, prior={"z": StudentTPrior(df=1.5)}).eval()
+    with pytest.raises(NotImplementedError, match="finite variance"):
+        predict(model, MeanFieldGuide(model), x, residual_variance=True)
+
+
+def test_a_prediction_does_not_change_with_later_training():
+    model, guide, x = make()
+    prediction = predict(model, guide, x)
+    y = torch.zeros(40, 2)
+    before = prediction.log_prob(y)
+    with torch.no_grad():
+        model.likelihood.noise.log_scale.add_(1.0)
+    assert torch.equal(prediction.log_prob(y), before)
+
+
+def test_log_prob_wants_as_many_rows():
+    model, guide, x = make(num_outputs=1)
+    with pytest.raises(ValueError, match="must have 40 rows"):
+        predict(model, guide, x).log_prob(torch.zeros(1, 1))
+    model, guide, x = make("categorical", num_outputs=3)
+    with pytest.raises(ValueError, match="must have 40 rows"):
+        predict(model, guide, x).log_prob(torch.zeros(3, dtype=torch.long))
+
+
+def test_extreme_logits_keep_a_finite_log_probability():
+    model, guide, x = make("categorical", num_outputs=2)
+    with torch.no_grad():
+        guide.mu_loc.copy_(torch.tensor([500.0, -500.0]))
+        guide.mu_log_scale.fill_(-5.0)
+    log_prob = predict(model.float(), guide.float(), x.float()).log_prob(torch.ones(40).long())
+    assert_close(log_prob, torch.full((40,), -1000.0, dtype=torch.float32), rtol=0.02, atol=0)
+
+
+def test_training_works_after_inference_mode():
+    model, guide, x = make()
+    with torch.inference_mode():
+        model(x)
+    guide.moments(model.layer, model.unit_inputs(x)).mean.sum().backward()
+    assert guide.z_loc.grad is not None

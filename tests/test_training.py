@@ -25,9 +25,11 @@ from pyro_dak import (
     MeanFieldGuide,
     TrainingError,
     fit,
+    load,
     predict,
 )
 from pyro_dak.checkpoint import module_tensors
+from pyro_dak.data import LoaderData
 from pyro_dak.training import build_objective
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
@@ -356,7 +358,7 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="share between 0 and 1"):
         train(model, guide, validation=1.5)
     with pytest.raises(ValueError, match="`num_data` must be given"):
-        train(model, guide, iter([make_data()]))
+        train(model, guide, [make_data()])
 
 
 def test_nan_in_the_loss_stops_with_the_last_good_checkpoint(tmp_path):
@@ -426,6 +428,17 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path, uninterrupted):
     assert_same(safetensors.torch.load_file(out), uninterrupted)
 
 
+def test_ctrl_c_in_one_process_stops_all_at_the_same_step(tmp_path):
+    out, checkpoints = tmp_path / "out.safetensors", tmp_path / "checkpoints"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += [str(SCRIPT), str(out), "--objective", "closed_form"]
+    command += ["--checkpoints", str(checkpoints), "--interrupt-at-step", "9", "--only-rank", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("interrupted") == 2
+    assert max(path.name for path in checkpoints.iterdir()) == "step-000000009"
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(tmp_path, launcher):
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
@@ -439,7 +452,6 @@ def test_two_processes_equal_one(tmp_path, launcher):
             "--nproc-per-node=2",
             "--standalone",
         ]
-        arguments += ["--strategy", "ddp", "--devices", "2"]
     else:
         launch = [str(Path(sys.executable).with_name("fabric")), "run", "--accelerator=cpu"]
         launch += ["--devices=2", "--strategy=ddp"]
@@ -450,6 +462,141 @@ def test_two_processes_equal_one(tmp_path, launcher):
     first, second = (safetensors.torch.load_file(path) for path in (one, two))
     for name, tensor in first.items():
         assert_close(second[name], tensor, atol=1e-8, rtol=1e-8)
+
+
+def test_a_nan_gradient_stops_before_it_is_applied_or_saved(tmp_path):
+    model, guide = make_model()
+
+    def poison(epoch, row):
+        if epoch == 2:
+            guide.z_loc.register_hook(lambda grad: grad * math.nan)
+
+    with pytest.raises(TrainingError, match=r"gradient is nan in epoch 3.*step-000000006"):
+        train(model, guide, epochs=4, checkpoint_dir=tmp_path, keep_last=1, callbacks=[poison])
+    assert torch.isfinite(guide.z_loc).all()
+    fresh = make_model()
+    train(*fresh, epochs=4, resume_from=tmp_path)
+    assert_same(module_tensors(*fresh), parameters_after(epochs=4))
+
+
+def test_a_directory_with_checkpoints_is_for_resuming_only(tmp_path):
+    train(*make_model(), checkpoint_dir=tmp_path)
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        train(*make_model(), checkpoint_dir=tmp_path)
+
+
+def test_foreign_directories_beside_checkpoints_are_left_alone(tmp_path):
+    for name in ("step-0-rawdata", "step-000000001", ".step-notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("data")
+    train(*make_model(), epochs=5, checkpoint_dir=tmp_path, keep_last=1)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [".step-notes", "step-0-rawdata", "step-000000001", "step-000000015"]
+
+
+def test_a_run_that_stopped_early_stays_stopped(tmp_path):
+    x, y = make_data()
+    options = {"epochs": 60, "learning_rate": 0.3, "schedule": "constant", "patience": 2,
+               "validation": (x[:20], -y[:20])}  # fmt: skip
+    first, second = make_model(), make_model()
+    history = train(*first, (x, y), checkpoint_dir=tmp_path, **options)
+    resumed = train(*second, (x, y), resume_from=tmp_path, **options)
+    assert history.status == resumed.status == "stopped early"
+    assert history.rows == resumed.rows
+    assert_same(module_tensors(*first), module_tensors(*second))
+
+
+def test_resuming_takes_the_seed_of_the_run_and_notices_other_settings(tmp_path):
+    model, guide = make_model()
+
+    def stop(epoch, row):
+        if epoch == 2:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(model, guide, seed=5, epochs=4, checkpoint_dir=tmp_path, callbacks=[stop])
+    resumed = make_model()
+    train(*resumed, seed=None, epochs=4, resume_from=tmp_path)
+    assert_same(module_tensors(*resumed), parameters_after(seed=5, epochs=4))
+    with pytest.raises(ValueError, match="objective: ClosedFormELBO then, LocalReparamELBO now"):
+        train(*make_model(), seed=5, epochs=4, objective="local", resume_from=tmp_path)
+    with pytest.raises(ValueError, match="schedule: one_cycle then, custom"):
+        train(*make_model(), seed=5, epochs=4, schedule=lambda *_: 1.0, resume_from=tmp_path)
+
+
+def test_a_checkpoint_can_be_loaded_as_a_model(tmp_path):
+    model, guide = make_model()
+    train(model, guide, checkpoint_dir=tmp_path)
+    x, _ = make_data()
+    loaded = load(tmp_path / "step-000000009")
+    assert torch.equal(predict(*loaded, x).mean, predict(model, guide, x).mean)
+
+
+def test_the_schedule_of_an_iterable_spans_its_own_batches():
+    x, y = make_data(64)
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            yield from zip(x, y, strict=True)
+
+    model, guide = make_model()
+    loader = DataLoader(Rows(), batch_size=8)
+    history = train(model, guide, loader, epochs=4, num_data=64, batch_size=512)
+    rates = history.column("learning_rate")
+    assert max(rates) > 5e-3
+    assert rates[-1] < 1e-6
+
+
+def test_a_shuffling_loader_gives_all_processes_the_same_batches():
+    x, y = make_data(16)
+    model, _ = make_model()
+    orders = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)  # as `fit` does for the draws
+        loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+        data = LoaderData(loader, None, model, torch.device("cpu"), rank, 2)
+        orders.append([batch[0] for batch in data.epoch(torch.Generator().manual_seed(3), 0)])
+    seen = torch.cat([batch for order in orders for batch in order])
+    assert_close(seen.sort(0).values, x.sort(0).values)
+
+
+def test_iterators_and_empty_loaders_are_refused():
+    with pytest.raises(TypeError, match="iterable anew for each epoch"):
+        train(*make_model(), iter([make_data()]), num_data=60)
+    model, cpu = make_model()[0], torch.device("cpu")
+    small, empty = LoaderData([make_data(1)], 1, model, cpu, 0, 2), LoaderData([], 1, model, cpu)
+    with pytest.raises(ValueError, match="every batch needs a row"):
+        list(small.epoch(torch.Generator(), 0))
+    with pytest.raises(ValueError, match="yields no batch"):
+        list(empty.epoch(torch.Generator(), 0))
+
+
+def test_two_batches_in_a_list_are_batches():
+    x, y = make_data(40)
+    model, guide = make_model()
+    batches = [(x[:20], y[:20]), (x[20:], y[20:])]
+    assert len(train(model, guide, batches, num_data=40).rows) == 3
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "32-true"])
+def test_precision_passes_through(precision):
+    torch.set_default_dtype(torch.float32)
+    x, y = make_data()
+    model, guide = make_model()
+    history = train(model, guide, (x, y), precision=precision, validation=(x, y))
+    assert math.isfinite(history.rows[-1]["val_nlpd"])
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"clip_norm": 0.0}, ValueError, "`clip_norm` must be positive"),
+    ({"last_layer_learning_rate": -1.0}, ValueError, "must be positive"),
+    ({"num_data": 60}, ValueError, "`num_data` is for iterables"),
+    ({"validation": "some"}, TypeError, "must be a pair"),
+    ({"validation": 1}, ValueError, "share between 0 and 1"),
+])  # fmt: skip
+def test_more_wrong_settings_are_refused(options, error, message, no_type_checker):
+    with pytest.raises(error, match=message):
+        train(*make_model(), **options)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

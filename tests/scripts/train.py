@@ -1,7 +1,7 @@
 """Train a small model and write its parameters: run by tests as a process of its own.
 
 python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
-                [--kill-in-write N] [--interrupt-at-step N] [--strategy ddp --devices 2] [--compile]
+                [--kill-in-write N] [--interrupt-at-step N] [--only-rank R] [--compile]
 """
 
 import argparse
@@ -26,9 +26,8 @@ def main() -> None:
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--kill-in-write", type=int)
     parser.add_argument("--interrupt-at-step", type=int)
+    parser.add_argument("--only-rank")
     parser.add_argument("--objective", default="local")
-    parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--devices", type=int)
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -36,7 +35,7 @@ def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(101, 3)
     y = x.sin().sum(-1, keepdim=True) + 0.1 * torch.randn(101, 1)
-    dropout = 0.0 if args.strategy == "ddp" or args.objective == "closed_form" else 0.1
+    dropout = 0.0 if args.objective == "closed_form" else 0.1
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
     model = DAK(network, 4, num_units=3, level=3, likelihood=HeteroscedasticLikelihood())
     guide = MeanFieldGuide(model)
@@ -47,7 +46,8 @@ def main() -> None:
         step(run, *batch)
         if run.step == args.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
-        if run.step == args.interrupt_at_step:
+        is_chosen = args.only_rank in (None, os.environ.get("RANK"))
+        if run.step == args.interrupt_at_step and is_chosen:
             os.kill(os.getpid(), signal.SIGINT)
 
     Run._train_step = watched_step
@@ -76,8 +76,6 @@ def main() -> None:
         checkpoint_dir=args.checkpoints,
         resume_from=args.checkpoints if args.resume else None,
         accelerator="auto" if "LT_CLI_USED" in os.environ else "cpu",
-        strategy=args.strategy,
-        devices=args.devices,
         compile=args.compile,
         progress=False,
     )
