@@ -74,9 +74,9 @@ PRESETS = {
     ),
     "best": Preset(
         standardize=True,
-        recipe=Recipe(epochs=100),
-        dak_options={"level": 5, "noise_scale": 0.3},
-        nn_options={"noise_scale": 0.3},
+        recipe=Recipe(epochs=100, learning_rate=2e-2),
+        dak_options={"level": 5, "relu_output": True, "init_scale": 0.3},
+        nn_options={"relu_output": True},
     ),
 }
 

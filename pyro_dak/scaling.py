@@ -112,7 +112,7 @@ class Standardize(Scaling):
         num_units: int,
         bounds: tuple[float, float],
         momentum: float = 0.1,
-        num_std: float = 2.0,
+        num_std: float = 3.0,
         eps: float = 1e-10,
     ):
         super().__init__(num_units, bounds, momentum)

@@ -17,12 +17,12 @@ def trained(name, num_batches=3):
     return scaling
 
 
-def test_standardize_sends_mean_to_the_middle_and_two_deviations_to_the_bounds():
+def test_standardize_sends_mean_to_the_middle_and_three_deviations_to_the_bounds():
     scaling = Standardize(2, BOUNDS, eps=0.0)
     h = torch.randn(50, 2) * torch.tensor([3.0, 0.1]) + torch.tensor([5.0, -2.0])
     scaling(h)
     loc, std = h.mean(0), h.std(0, correction=0)
-    landmarks = scaling.eval()(torch.stack([loc - 2 * std, loc, loc + 2 * std]))
+    landmarks = scaling.eval()(torch.stack([loc - 3 * std, loc, loc + 3 * std]))
     assert_close(landmarks, torch.tensor([[-1.0, -1.0], [1.0, 1.0], [3.0, 3.0]]))
 
 
@@ -51,7 +51,8 @@ def test_training_does_not_see_position_and_scale_of_the_batch(name):
 def test_standardised_batch_has_its_moments_in_training():
     scaled = trained("standardize")(5 + 3 * torch.randn(20, 2))
     assert_close(scaled.mean(0), torch.tensor([1.0, 1.0]))
-    assert_close(scaled.std(0, correction=0), torch.tensor([1.0, 1.0]), rtol=1e-6, atol=0)
+    # Bounds (-1, 3): half the width, 2, is three standard deviations.
+    assert_close(scaled.std(0, correction=0), torch.full((2,), 2 / 3), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["minmax", "standardize"])
