@@ -122,8 +122,6 @@ def fit(
         TrainingError: if the loss becomes NaN or infinite.
     """
     check_integer("epochs", epochs, minimum=1)
-    check_integer("checkpoint_every", checkpoint_every, minimum=1)
-    check_integer("keep_last", keep_last, minimum=1)
     check_positive("learning_rate", learning_rate)
     if last_layer_learning_rate is None:
         last_layer_learning_rate = learning_rate
@@ -132,14 +130,7 @@ def fit(
         check_positive("clip_norm", clip_norm)
     if patience is not None and validation is None:
         raise ValueError("`patience` needs `validation`: a pair (x, y), or a share like 0.1.")
-    checkpoints = None
-    if checkpoint_dir is not None:
-        checkpoints = Checkpoints(Path(checkpoint_dir), checkpoint_every, keep_last)
-        if resume_from is None and Checkpoints.found(checkpoints.directory):
-            raise ValueError(
-                f"`checkpoint_dir` ({checkpoint_dir}) holds checkpoints of an earlier run. Pass it "
-                "as `resume_from` too to go on with that run, or name another directory."
-            )
+    checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, keep_last, resume_from)
     fabric = _launch(accelerator, devices, precision, strategy)
     seed = fabric.broadcast(_seed(seed, resume_from))
     loss_objective = build_objective(objective, model, guide)
@@ -200,6 +191,21 @@ def fit(
             guide.eval()
     model.scaling.warn_if_dead()
     return history
+
+
+def _checkpoints(
+    directory: str | Path | None, every: int, keep_last: int, resume_from: str | Path | None
+) -> Checkpoints | None:
+    check_integer("checkpoint_every", every, minimum=1)
+    check_integer("keep_last", keep_last, minimum=1)
+    if directory is None:
+        return None
+    if resume_from is None and Checkpoints.found(Path(directory)):
+        raise ValueError(
+            f"`checkpoint_dir` ({directory}) holds checkpoints of an earlier run. Pass it as "
+            "`resume_from` too to go on with that run, or name another directory."
+        )
+    return Checkpoints(Path(directory), every, keep_last)
 
 
 def _launch(accelerator: str, devices: int | str | None, precision: Any, strategy: str) -> Any:
