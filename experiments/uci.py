@@ -82,7 +82,7 @@ PRESETS = {
             "dak_mc": _BEST_DAK,
             "nn": {"relu_output": True},
             "nn_svgp": {"relu_output": True},
-            "svdkl": {"relu_output": True},
+            "svdkl": {"relu_output": True, "is_dense": True},
         },
     ),
 }

@@ -3,6 +3,7 @@
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.utils.memoize import clear_cache_hook
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor, nn
 
@@ -35,8 +36,30 @@ class GridGPs(gpytorch.models.ApproximateGP):
             gpytorch.kernels.RBFKernel(batch_shape=batch_shape), batch_shape=batch_shape
         )
 
+        self.num_units = num_units
+
     def forward(self, h: Tensor) -> MultivariateNormal:
         return MultivariateNormal(self.mean_module(h), self.covar_module(h))
+
+    def marginals(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f, `(N,)`, from `(P, N, 1)`: what calling gives, in matrices.
+
+        With W_p the cubic interpolation `(N, grid_size)` and q(u_p) = N(m_p, A_p A_p^T):
+        E f = sum_p a_p W_p m_p, Var f = sum_p a_p^2 |W_p A_p|^2 by row, plus the jitter.
+        """
+        mixing = self.variational_strategy
+        grid = mixing.base_variational_strategy
+        clear_cache_hook(grid)  # the prior of the last step
+        q_u = grid._variational_distribution
+        index, value = gpytorch.utils.interpolation.Interpolation().interpolate(
+            grid.grid, h.reshape(-1, 1)
+        )
+        W = value.new_zeros(len(value), len(grid.grid)).scatter_add(1, index, value)
+        W = W.unflatten(0, (self.num_units, -1))  # (P, N, grid_size)
+        a = mixing.lmc_coefficients[:, :1]
+        mean = (a * (W @ q_u.variational_mean.unsqueeze(-1)).squeeze(-1)).sum(0)
+        var = (a.square() * (W @ q_u.chol_variational_covar.tril()).square().sum(-1)).sum(0)
+        return mean, var + mixing.jitter_val
 
 
 class Clamp(nn.Module):
@@ -47,7 +70,11 @@ class Clamp(nn.Module):
 
 
 class SVDKL(Baseline):
-    """The network ends in the embedding and its scaling to the bounds of the grid."""
+    """The network ends in the embedding and its scaling to the bounds of the grid.
+
+    If `is_dense`, the marginals of q(f) are taken through interpolation matrices instead of
+    GPyTorch's lazy operators: the same numbers in a fraction of the time.
+    """
 
     def __init__(
         self,
@@ -56,12 +83,14 @@ class SVDKL(Baseline):
         gps: GridGPs,
         likelihood: nn.Module,
         recipe: Recipe,
+        is_dense: bool,
     ):
         super().__init__(input_dim, 1, network, nn.ModuleList([gps, likelihood]), recipe)
-        self.gps, self.likelihood = gps, likelihood
+        self.gps, self.likelihood, self.is_dense = gps, likelihood, is_dense
 
     def prepare(self, x: Tensor, y: Tensor) -> Recipe:
         self.bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.gps, num_data=len(x))
+        self.gps(x.new_full((self.gps.num_units, 1, 1), 0.5))  # starts q(u) at the prior
         return self.recipe
 
     def q_functions(self, x: Tensor) -> MultivariateNormal:
@@ -69,8 +98,13 @@ class SVDKL(Baseline):
 
         All tasks of the mixture and then the first: nine times as fast as asking for one task.
         """
-        q = self.gps(self.network(x).mT.unsqueeze(-1))  # from (P, N, 1) to (N, 1)
-        return MultivariateNormal(q.mean[:, 0], DiagLinearOperator(q.variance[:, 0]))
+        h = self.network(x).mT.unsqueeze(-1)  # (P, N, 1)
+        if self.is_dense:
+            mean, var = self.gps.marginals(h)
+        else:
+            q = self.gps(h)  # (N, 1)
+            mean, var = q.mean[:, 0], q.variance[:, 0]
+        return MultivariateNormal(mean, DiagLinearOperator(var))
 
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
         """Minus the ELBO, per datum."""
@@ -96,6 +130,7 @@ def build(
     noise_scale: float = 0.5,
     learn_noise: bool = True,
     relu_output: bool = False,
+    is_dense: bool = False,
 ) -> SVDKL:
     """The backbone, an embedding to P features, their scaling, and P one-dimensional GPs.
 
@@ -115,4 +150,4 @@ def build(
     )
     network = nn.Sequential(features, embedding, scale)
     likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    return SVDKL(input_dim, network, gps, likelihood, recipe)
+    return SVDKL(input_dim, network, gps, likelihood, recipe, is_dense)

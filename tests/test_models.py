@@ -360,6 +360,22 @@ def test_svdkl_at_nodes_of_the_grid_is_the_mixture_of_its_inducing_variables(fit
     assert_close(prediction.epistemic[:, 0], var)
 
 
+def test_svdkl_through_matrices_equals_the_lazy_operators_of_gpytorch(fitted):
+    model = fitted("svdkl")
+    x, y = data()
+    parameters = [*model.network.parameters(), *model.last_layer.parameters()]
+    results = []
+    model.last_layer.train()
+    for model.is_dense in (True, False):
+        q = model.q_functions(x)
+        loss = model.loss(x, y, 64)
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True)
+        results.append((q.mean, q.variance, loss, *gradients))
+    model.last_layer.eval()
+    for dense, lazy in zip(*results, strict=True):
+        assert_close(dense, lazy)
+
+
 def test_svdkl_bound_is_fit_minus_kl_per_datum(fitted):
     model = fitted("svdkl")
     x, y = data()
