@@ -75,7 +75,12 @@ def _sort_key(item: tuple[Key, Any]) -> tuple[Any, ...]:
 
 
 def _summary(group: list[dict[str, Any]]) -> dict[str, Any]:
-    summary: dict[str, Any] = {"folds": len(group), "commit": group[0]["commit"]}
+    epochs = sorted({run["config"]["recipe"]["epochs"] for run in group})
+    summary: dict[str, Any] = {
+        "folds": len(group),
+        "epochs": ", ".join(map(str, epochs)),
+        "commit": group[0]["commit"],
+    }
     for name in _COLUMNS:
         values = [run["metrics"][name] for run in group if name in run["metrics"]]
         if values:
@@ -106,15 +111,15 @@ def _write_markdown(results: Path, summaries: dict[Key, dict[str, Any]]) -> Path
         "NLPD is that of the full predictive distribution, `NLPD paper` uses the paper's "
         "formula, with a noise variance fixed at 0.693.",
         "",
-        "| preset | set | D_w | model | folds | RMSE | paper | NLPD | NLPD paper | CRPS "
+        "| preset | set | D_w | model | folds | epochs | RMSE | paper | NLPD | NLPD paper | CRPS "
         "| 95 % coverage | s/epoch | parameters | RMSE, distinct rows |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (preset, dataset, model, dim), s in summaries.items():
         paper = PAPER.get((dataset, model, dim), {}).get("rmse")
         distinct = f"{s['rmse_distinct']:.4f}" if "rmse_distinct" in s else ""
         lines.append(
-            f"| {preset} | {dataset} | {dim} | {model} | {s['folds']} "
+            f"| {preset} | {dataset} | {dim} | {model} | {s['folds']} | {s['epochs']} "
             f"| {s['rmse']:.4f} ± {s['rmse_std']:.4f} | {'' if paper is None else paper} "
             f"| {s['nlpd']:.3f} ± {s['nlpd_std']:.3f} | {s['nlpd_paper']:.3f} | {s['crps']:.4f} "
             f"| {s['coverage_95']:.3f} | {s['epoch_seconds']:.3f} | {s['parameters']:.0f} "
@@ -130,11 +135,11 @@ def _write_csv(results: Path, summaries: dict[Key, dict[str, Any]]) -> Path:
     names = [n for column in _COLUMNS for n in (column, f"{column}_std")]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        header = ["preset", "dataset", "model", "feature_dim", "folds", "commit", "paper_rmse"]
-        writer.writerow([*header, *names])
+        header = ["preset", "dataset", "model", "feature_dim", "folds", "epochs", "commit"]
+        writer.writerow([*header, "paper_rmse", *names])
         for (preset, dataset, model, dim), s in summaries.items():
             paper = PAPER.get((dataset, model, dim), {}).get("rmse", "")
-            row = [preset, dataset, model, dim, s["folds"], s["commit"], paper]
+            row = [preset, dataset, model, dim, s["folds"], s["epochs"], s["commit"], paper]
             writer.writerow([*row, *(s.get(name, "") for name in names)])
     return path
 
