@@ -41,7 +41,17 @@ RECIPE = Recipe(
     clip_norm=None,
     num_samples_train=4,
 )
-DAK_OPTIONS: dict[str, Any] = {"num_units": 2, "level": 6, "noise_scale": NOISE_SCALE}
+# Every Gaussian process is told the noise. DAK's lengthscale is in units of the grid, of which the
+# training points take up about six tenths; the scales are fixed, so that no unit switches off
+# (chosen on the draws 0 to 5, which are not in the table).
+NOISE: dict[str, Any] = {"noise_scale": NOISE_SCALE, "learn_noise": False}
+DAK_OPTIONS: dict[str, Any] = {
+    "num_units": 2,
+    "level": 7,
+    "lengthscale": 0.05,
+    "unit_scale": 0.8,
+    **NOISE,
+}
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,12 @@ PANELS: dict[str, Callable[[Recipe], Any]] = {
         "exact_gp",
         1,
         recipe=recipe,
-        noise_scale=NOISE_SCALE,
         lengthscale=math.sqrt(0.5),
         learn_kernel=False,
-        learn_noise=False,
+        **NOISE,
     ),
-    "DGP": lambda recipe: models.build("dgp", 1, recipe=recipe, noise_scale=NOISE_SCALE),
-    "exact DKL": lambda recipe: models.build(
-        "exact_dkl", 1, feature_dim=2, recipe=recipe, noise_scale=NOISE_SCALE
-    ),
+    "DGP": lambda recipe: models.build("dgp", 1, recipe=recipe, **NOISE),
+    "exact DKL": lambda recipe: models.build("exact_dkl", 1, feature_dim=2, recipe=recipe, **NOISE),
     "DAK": _dak(residual_variance=False),
     "DAK + residual": _dak(residual_variance=True),
     "NN": lambda recipe: models.build("nn", 1, feature_dim=32, recipe=recipe),
@@ -190,7 +197,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 def main(
     draws: Annotated[int, typer.Option(help="Toy functions in the table.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first draw, the one drawn in figures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first draw, the one drawn in figures.")] = 100,
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results/toy"),
     quick: Annotated[bool, typer.Option(help="One draw, 20 steps.")] = False,
 ) -> None:

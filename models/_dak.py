@@ -1,5 +1,6 @@
 """DAK behind the interface of the board: `dak_cf` and `dak_mc` differ in objective and draws."""
 
+import math
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ def build_regressor(
     heteroscedastic: bool = False,
     init_scale: float = 0.1,
     residual_variance: bool = False,
+    unit_scale: float | None = None,
     **options: Any,
 ) -> DAKRegressor:
     """The DAK of the paper with an objective; the options are described in `dak_cf.build`."""
@@ -152,4 +154,7 @@ def build_regressor(
             kernel=LaplaceKernel(lengthscale),
             **options,
         )
+        if unit_scale is not None:
+            log_unit_scale = model.layer.log_unit_scale.requires_grad_(False)
+            log_unit_scale.fill_(math.log(unit_scale))
         return DAKRegressor(model, objective, recipe, residual_variance, num_samples, init_scale)
