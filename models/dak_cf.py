@@ -23,8 +23,8 @@ def build(
         recipe: the settings of the training.
         options: `num_units` (16), `level` (5), `bounds` (0, 1), `lengthscale` (1), `noise_scale`
             (0.5), `learn_noise` (True), `heteroscedastic` (False: the same noise everywhere),
-            `init_scale` (0.1), `residual_variance` (False), `unit_scale` (None: learned, else fixed),
-            `relu_output` (False), and those of `DAK`: `scaling`, `linear_term`, `prior`.
+            `init_scale` (0.1), `residual_variance` (False), `unit_scale` (None: learned, else
+            fixed), `relu_output` (False), and those of `DAK`: `scaling`, `linear_term`, `prior`.
     """
     return build_regressor(
         ClosedFormELBO(), input_dim, num_outputs, feature_dim, recipe, num_samples=None, **options
