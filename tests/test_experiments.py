@@ -144,6 +144,26 @@ def test_twins_are_exact_copies_in_the_training_rows():
     assert uci.has_twin(x, y, x_test, y_test).tolist() == [True, False, True]
 
 
+def test_the_table_says_what_a_dak_misses():
+    def row(rmse, nlpd, coverage):
+        return {"rmse": rmse, "nlpd": nlpd, "coverage_95": coverage}
+
+    def key(model):
+        return ("best", "wine", model, 64)
+
+    paper = uci_report.PAPER["wine", "dak_cf", 64]["rmse"]
+    summaries = {key("nn"): row(paper, 1.0, 0.5), key("dak_cf"): row(paper - 0.1, 0.9, 0.95)}
+    assert uci_report.misses(key("dak_cf"), summaries) == []
+    assert uci_report.misses(key("nn"), summaries) == []
+    summaries[key("dak_cf")] = row(paper + 0.1, 1.1, 0.99)
+    assert uci_report.misses(key("dak_cf"), summaries) == [
+        "RMSE above the paper's",
+        "coverage not in 0.90-0.98",
+        "RMSE of nn is lower",
+        "NLPD of nn is lower",
+    ]
+
+
 def test_the_papers_table_is_there():
     assert uci_report.PAPER["kin40k", "dak_cf", 64]["rmse"] == 0.069
     assert len(uci_report.PAPER) == 6 * 6 * 3
