@@ -130,9 +130,10 @@ def run_panels(seed: int, recipe: Recipe) -> dict[str, tuple[Prediction, dict[st
 def draw_panels(path: Path, seed: int, results: dict[str, Any]) -> Path:
     """Mean and two standard deviations of f for each model, with the points and the function."""
     toy = draw_toy(seed)
-    figure, axes = plt.subplots(1, len(results), figsize=(3.2 * len(results), 3), sharey=True)
+    columns = -(-len(results) // 2)
+    figure, axes = plt.subplots(2, columns, figsize=(3.6 * columns, 5), sharex=True, sharey=True)
     x = toy.x_test.flatten()
-    for axis, (name, (prediction, _)) in zip(axes, results.items(), strict=True):
+    for axis, (name, (prediction, _)) in zip(axes.flat, results.items(), strict=False):
         mean, std = prediction.mean.flatten(), prediction.epistemic.sqrt().flatten()
         axis.axvspan(-TRAIN_RANGE, TRAIN_RANGE, color="0.96")
         axis.fill_between(x, mean - 2 * std, mean + 2 * std, color="C0", alpha=0.25, lw=0)
@@ -142,7 +143,7 @@ def draw_panels(path: Path, seed: int, results: dict[str, Any]) -> Path:
         axis.set_title(name)
         axis.set_ylim(-4, 4)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=7, loc="lower center")
+    axes[0, 0].legend(fontsize=7, loc="lower center")
     return _save(figure, path)
 
 
