@@ -37,7 +37,11 @@ Callback = Callable[[int, dict[str, float]], None]
 def _flatten(state: dict[int, dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Optimiser state as named tensors and plain numbers, "index.name" each."""
     entries = {f"{i}.{name}": v for i, entry in state.items() for name, v in entry.items()}
-    tensors = {k: v.detach().cpu().clone() for k, v in entries.items() if isinstance(v, Tensor)}
+    tensors = {
+        k: v.detach().cpu().clone().contiguous()
+        for k, v in entries.items()
+        if isinstance(v, Tensor)
+    }
     return tensors, {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
 
 

@@ -1,0 +1,151 @@
+"""DAK behind the interface of image classifiers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pyro.infer import ELBO
+from torch import Tensor, nn
+
+import pyro_dak
+from models._baseline import check_unfitted
+from models._recipe import count_parameters, seeded
+from models.images._batches import AugmentedBatches
+from models.images._recipe import (
+    Callback,
+    ImageRecipe,
+    check_images,
+    fabric_options,
+    resume_options,
+)
+from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
+from pyro_dak.history import History
+from pyro_dak.prediction import ClassPrediction
+
+
+class DAKClassifier:
+    """A `Classifier` from a DAK with its mean-field guide.
+
+    Args:
+        model: the model.
+        guide: its guide.
+        objective: the bound to maximise.
+        method: of prediction, "mc" or "probit".
+        recipe: the settings.
+        residual_variance: whether predictions add the prior variance that the grid loses.
+    """
+
+    chunk_size = 500
+
+    def __init__(
+        self,
+        model: DAK,
+        guide: MeanFieldGuide,
+        objective: ELBO,
+        method: Literal["mc", "probit"],
+        recipe: ImageRecipe,
+        residual_variance: bool,
+    ):
+        self.model, self.guide, self.objective, self.recipe = model, guide, objective, recipe
+        self.method: Literal["mc", "probit"] = method
+        self.residual_variance = residual_variance
+        self.features: nn.Module = model.feature_extractor
+        self.history = History()
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters, variational ones included."""
+        return count_parameters(self.model, self.guide)
+
+    @property
+    def num_added(self) -> int:
+        """Those that are not of the feature extractor."""
+        return self.num_parameters - count_parameters(self.features)
+
+    @property
+    def epoch_seconds(self) -> list[float]:
+        """Seconds of each epoch of training."""
+        return self.history.seconds
+
+    def fit(
+        self,
+        x: Tensor,
+        y: Tensor,
+        callbacks: Sequence[Callback] = (),
+        checkpoint_dir: Path | None = None,
+    ) -> None:
+        """Train on these rows, and on nothing else."""
+        check_images(x, y, self.model.num_outputs)
+        check_unfitted(self.history)
+        recipe = self.recipe
+        is_augmented = recipe.augment and not recipe.fixed_features
+        x, y = x.to(recipe.device), y.to(recipe.device)
+        self.history = pyro_dak.fit(
+            self.model,
+            self.guide,
+            AugmentedBatches(x, y, recipe.batch_size) if is_augmented else (x, y),
+            objective=self.objective,
+            epochs=recipe.epochs,
+            batch_size=recipe.batch_size,
+            learning_rate=recipe.learning_rate,
+            last_layer_learning_rate=recipe.last_layer_learning_rate,
+            optimizer=recipe.optimizer,
+            schedule=recipe.schedule,
+            weight_decay=recipe.weight_decay,
+            decay_last_layer=recipe.decay_last_layer,
+            clip_norm=recipe.clip_norm,
+            fixed_features=recipe.fixed_features,
+            callbacks=callbacks,
+            seed=recipe.seed,
+            progress=recipe.progress,
+            **resume_options(checkpoint_dir),
+            **fabric_options(recipe),
+        )
+
+    def predict(self, x: Tensor) -> ClassPrediction:
+        """Class probabilities, averaged after the softmax, `(N, C)`."""
+        prediction = pyro_dak.predict(
+            self.model,
+            self.guide,
+            x,
+            method=self.method,
+            num_samples=self.recipe.num_samples_test,
+            residual_variance=self.residual_variance,
+            seed=self.recipe.seed,
+            chunk_size=self.chunk_size,
+            progress=self.recipe.progress,
+        )
+        assert isinstance(prediction, ClassPrediction)
+        return prediction
+
+
+def build_classifier(
+    objective: ELBO,
+    method: Literal["mc", "probit"],
+    features: nn.Module,
+    feature_dim: int,
+    num_classes: int,
+    recipe: ImageRecipe,
+    num_units: int = 16,
+    level: int = 6,
+    bounds: tuple[float, float] = (-1.0, 1.0),
+    lengthscale: float = 1.0,
+    init_scale: float = 0.1,
+    residual_variance: bool = False,
+    scaling: str = "standardize",
+) -> DAKClassifier:
+    """DAK on features; the options are described in `dak_mc.build`."""
+    with seeded(recipe.seed):
+        model = DAK(
+            features,
+            feature_dim,
+            num_units,
+            num_classes,
+            level,
+            bounds,
+            LaplaceKernel(lengthscale),
+            CategoricalLikelihood(),
+            scaling,
+        )
+        guide = MeanFieldGuide(model, init_scale)
+    return DAKClassifier(model, guide, objective, method, recipe, residual_variance)
