@@ -1,13 +1,14 @@
 """Runs of image classifiers: train, follow the learning curve, score, one json each."""
 
+import shutil
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import models.images
 from experiments.image_datasets import Images, load_images
@@ -15,11 +16,12 @@ from experiments.results import git_commit, read_json, write_json
 from models._recipe import seeded
 from models.images._backbones import build_backbone
 from models.images._recipe import Classifier, ImageRecipe
+from pyro_dak.checkpoint import read_directory
+from pyro_dak.history import Checkpoints
 from pyro_dak.metrics import (
     accuracy,
     auroc,
     brier_score,
-    categorical_nll,
     expected_calibration_error,
 )
 from pyro_dak.prediction import ClassPrediction
@@ -39,6 +41,7 @@ class Job:
     backbone: str
     recipe: ImageRecipe
     options: dict[str, Any] = field(default_factory=dict)
+    preset: str = "paper"
     held_out: bool = False
     full: bool = False
     data_root: str | None = None
@@ -47,10 +50,26 @@ class Job:
     tag: str = ""
 
     def path(self, results: Path) -> Path:
-        """Where its result goes."""
+        """Where its result goes; those on held-out training images go apart."""
         recipe = self.recipe
-        name = f"{self.model}-b{recipe.batch_size}-e{recipe.epochs}-seed{recipe.seed}{self.tag}"
-        return results / self.dataset / f"{name}.json"
+        parts = [self.preset, self.model, f"b{recipe.batch_size}", f"e{recipe.epochs}"]
+        parts += [f"seed{recipe.seed}"] + (["tuned"] if recipe.fixed_features else [])
+        parts += ["full"] if self.full else []
+        parts += [] if self.max_rows is None else [f"n{self.max_rows}"]
+        folder = results / self.dataset / ("held_out" if self.held_out else "")
+        return folder / f"{'-'.join(parts)}{self.tag}.json"
+
+    def checkpoints(self, results: Path) -> Path:
+        """Where its checkpoints go."""
+        path = self.path(results)
+        return path.parent / "checkpoints" / path.stem
+
+    def source(self) -> "Job | None":
+        """The run whose features this one trains on, if it does."""
+        if self.pretrained is None:
+            return None
+        recipe = replace(self.recipe, fixed_features=False)
+        return replace(self, model=self.pretrained, recipe=recipe, options={}, pretrained=None)
 
 
 def reliability(probs: Tensor, y: Tensor, num_bins: int = NUM_BINS) -> dict[str, list[float]]:
@@ -137,16 +156,27 @@ def load_job_images(job: Job) -> Images:
     return images if job.max_rows is None else images.first(job.max_rows)
 
 
-def run(job: Job, path: Path, checkpoint_dir: Path | None) -> dict[str, Any]:
+def load_features(features: nn.Module, directory: Path) -> None:
+    """Give a feature extractor the weights it has in the checkpoints of an `ImageBaseline`."""
+    prefix = "model.0."  # features are the first of the modules that such a run keeps
+    tensors = read_directory(Checkpoints.newest(directory)).tensors
+    features.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    )
+
+
+def run(job: Job, results: Path) -> dict[str, Any]:
     """Train and test; goes on from checkpoints of the same job."""
-    torch.set_num_threads(1)
     images = load_job_images(job)
     model = build(job, images)
+    source = job.source()
+    if source is not None:
+        load_features(model.features, source.checkpoints(results))
     config = asdict(job)
     config.pop("data_root")
     head = {"config": config, "commit": git_commit()}
-    curve = Curve(path, head, model, images)
-    model.fit(images.x_train, images.y_train, [curve], checkpoint_dir)
+    curve = Curve(job.path(results), head, model, images)
+    model.fit(images.x_train, images.y_train, [curve], job.checkpoints(results))
     ood = None if images.x_ood is None else model.predict(images.x_ood)
     metrics = score(model.predict(images.x_test), images.y_test, ood)
     metrics |= {
@@ -170,7 +200,10 @@ def run_all(jobs: Iterable[Job], results: Path, resume: bool) -> None:
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
     for job in left:
         path = job.path(results)
-        result = run(job, path, path.parent / "checkpoints" / path.stem)
+        if not resume:
+            path.unlink(missing_ok=True)
+            shutil.rmtree(job.checkpoints(results), ignore_errors=True)
+        result = run(job, results)
         write_json(path, result)
         metrics = result["metrics"]
         print(

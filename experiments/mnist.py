@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import models.images
+from experiments.image_report import write_report
 from experiments.image_runs import Job, run_all
 from models.images._recipe import ImageRecipe
 from pyro_dak.validation import check_choice
@@ -73,7 +74,7 @@ def main(
             replace(
                 base,
                 seed=number,
-                epochs=epochs or base.epochs,
+                epochs=epochs or (1 if quick else base.epochs),
                 batch_size=batch_size or base.batch_size,
                 device=device,
                 precision=precision,
@@ -81,7 +82,7 @@ def main(
             ),
             _options(name, init_scale),
             held_out=held_out,
-            max_rows=max_rows,
+            max_rows=200 if quick else max_rows,
             tag=tag,
             data_root=data_root,
         )
@@ -89,6 +90,8 @@ def main(
         for name in names
     ]
     run_all(jobs, out, resume)
+    for path in write_report(out / dataset):
+        print(path)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from models.images._recipe import (
     resume_options,
 )
 from pyro_dak.data import ResidentData
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.history import Checkpoints, History, Settings
 from pyro_dak.likelihoods import CategoricalLikelihood
 from pyro_dak.loop import Run
@@ -66,16 +66,22 @@ class ImageBaseline(ABC):
         """The loss of a batch from its embedded features."""
 
     @abstractmethod
-    def function_moments(self, h: Tensor) -> FunctionMoments:
-        """q(f) of the functions under the softmax, `(N, C)` each."""
+    def latent_moments(self, h: Tensor) -> FunctionMoments:
+        """q of the functions of each image, one per class unless they are mixed, `(N, T)` each."""
 
-    def function_draws(self, h: Tensor, moments: FunctionMoments) -> Tensor:
-        """Draws of f, `(S, N, C)`."""
-        shape = (self.recipe.num_samples_test, *moments.mean.shape)
-        return moments.mean + moments.var.sqrt() * torch.randn(shape, device=h.device)
+    @property
+    def mixing_weights(self) -> Tensor | None:
+        """A of f = A g, `(C, T)`, where the softmax is not of the functions g themselves."""
+        return None
+
+    @property
+    def num_draws(self) -> int:
+        """Draws of f in prediction."""
+        return self.recipe.num_samples_test
 
     def prepare(self, x: Tensor) -> None:
-        """Set what must be taken from the training images."""
+        """Set what must be taken from the training images; nothing here."""
+        return None
 
     @property
     def num_parameters(self) -> int:
@@ -117,18 +123,30 @@ class ImageBaseline(ABC):
         """Class probabilities, averaged after the softmax, `(N, C)`."""
         modes = [self.features.training, self.embedding.training, self.last_layer.training]
         self._set_eval()
-        likelihood, parts = CategoricalLikelihood(), []
-        with torch.no_grad(), seeded(self.recipe.seed, self.recipe.device):
-            for chunk in x.split(self.chunk_size):
-                h = self.embedding(self.features(chunk.to(self.recipe.device)))
-                moments = self.function_moments(h)
-                draws = self.function_draws(h, moments)
-                results = likelihood.class_probabilities(moments, draws)
-                parts.append(tuple(part.to(x.device) for part in (*results, *moments[:2])))
+        with torch.no_grad():
+            parts = [
+                tuple(part.to(x.device) for part in self._class_probabilities(chunk))
+                for chunk in x.split(self.chunk_size)
+            ]
         for module, mode in zip(self._modules(), modes, strict=True):
             module.train(mode)
         log_probs, entropy, mean, var = (torch.cat(part) for part in zip(*parts, strict=True))
         return ClassPrediction(log_probs, entropy, FunctionMoments(mean, var))
+
+    def _class_probabilities(self, x: Tensor) -> tuple[Tensor, ...]:
+        """log E softmax(f), E H[softmax(f)], and mean and variance of f.
+
+        The draws are the same standard normals for each image, whatever images are beside it.
+        """
+        h = self.embedding(self.features(x.to(self.recipe.device)))
+        q = self.latent_moments(h.float())
+        generator = torch.Generator(h.device).manual_seed(self.recipe.seed)
+        draws = sample_marginals(q, self.num_draws, generator)  # (S, N, T)
+        mean, var, A = q.mean, q.var, self.mixing_weights
+        if A is not None:
+            draws, mean, var = draws @ A.mT, mean @ A.mT, var @ A.mT.square()
+        moments = FunctionMoments(mean, var)
+        return (*CategoricalLikelihood().class_probabilities(moments, draws), mean, var)
 
     def _modules(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         return self.features, self.embedding, self.last_layer

@@ -19,11 +19,12 @@ class NeuralNetwork(ImageBaseline):
         loss = nn.functional.cross_entropy(h, y)
         return Terms(loss, -loss.detach(), torch.zeros_like(loss))
 
-    def function_moments(self, h: Tensor) -> FunctionMoments:
+    def latent_moments(self, h: Tensor) -> FunctionMoments:
         return FunctionMoments(h, torch.zeros_like(h))
 
-    def function_draws(self, h: Tensor, moments: FunctionMoments) -> Tensor:
-        return moments.mean.unsqueeze(0)
+    @property
+    def num_draws(self) -> int:
+        return 1
 
 
 def build(
