@@ -61,12 +61,14 @@ PRESETS = {
 }
 
 
-def make_job(preset: Preset, dataset: str, model: str, recipe: ImageRecipe, **others: Any) -> Job:
+def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **others: Any) -> Job:
     """The job of a model on a data set."""
-    options: dict[str, Any] = {} if model == "nn" else {"num_units": preset.num_units[dataset]}
+    chosen = PRESETS[preset]
+    options: dict[str, Any] = {} if model == "nn" else {"num_units": chosen.num_units[dataset]}
     if model.startswith("dak"):
-        options |= preset.dak_options
-    return Job(dataset, model, preset.backbones[dataset], recipe, options, **others)
+        options |= chosen.dak_options
+    backbone = chosen.backbones[dataset]
+    return Job(dataset, model, backbone, recipe, options, preset=preset, **others)
 
 
 def main(
@@ -90,7 +92,7 @@ def main(
 ) -> None:
     """Run the experiment, then write its tables and figures."""
     check_choice("preset", preset, PRESETS)
-    chosen = PRESETS[preset]
+    recipe = PRESETS[preset].recipe
     datasets = dataset or (["cifar10"] if quick else list(DATASETS))
     names = model or (["nn", "dak_mc"] if quick else list(MODELS))
     for name in datasets:
@@ -100,9 +102,9 @@ def main(
     if fine_tune and "nn" not in names:
         names = ["nn", *names]
     base = replace(
-        chosen.recipe,
-        epochs=epochs or (1 if quick else chosen.recipe.epochs),
-        batch_size=batch_size or chosen.recipe.batch_size,
+        recipe,
+        epochs=epochs or (1 if quick else recipe.epochs),
+        batch_size=batch_size or recipe.batch_size,
         device=device,
         precision=precision,
         progress=progress,
@@ -114,7 +116,7 @@ def main(
                 is_tuned = fine_tune and name != "nn"
                 jobs.append(
                     make_job(
-                        chosen,
+                        preset,
                         set_name,
                         name,
                         replace(base, seed=number, fixed_features=is_tuned),
@@ -123,7 +125,6 @@ def main(
                         held_out=held_out,
                         max_rows=200 if quick else max_rows,
                         data_root=data_root,
-                        preset=preset,
                     )
                 )
     run_all(jobs, out, resume)

@@ -70,7 +70,9 @@ def test_every_choice_learns_and_predicts_each_image_by_itself(name):
     assert_close(prediction.probs.sum(-1), torch.ones(len(x)))
     alone = torch.cat([model.predict(row).log_probs for row in x[:3].split(1)])
     assert_close(alone, prediction.log_probs[:3], rtol=1e-3, atol=1e-4)
-    assert model.num_added == model.num_parameters - sum(p.numel() for p in small_network().parameters())
+    assert model.num_added == model.num_parameters - sum(
+        p.numel() for p in small_network().parameters()
+    )
     with pytest.raises(RuntimeError, match="fresh model"):
         model.fit(x, y)
 
@@ -146,6 +148,28 @@ def test_fixed_features_stay_as_they_are(name):
     model.fit(x, y)
     assert all(torch.equal(v, before[k]) for k, v in model.features.state_dict().items())
     assert not torch.equal(model.predict(x).log_probs, untrained)
+
+
+@pytest.mark.parametrize("name", ["dak_mc", "nn", "svdkl"])
+def test_mixed_precision_is_near_single_precision(name):
+    x, y = images()
+    losses = []
+    for precision in (None, "bf16-mixed"):
+        model = build(name, dataclasses.replace(RECIPE, precision=precision, optimizer="sgd"))
+        model.fit(x, y)
+        losses.append(model.history.column("loss"))
+        assert {p.dtype for p in model.features.parameters()} == {torch.float32}
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_units_start_as_straight_lines():
+    model = build("dak_mc", linear_start=2.0)
+    h = torch.linspace(-0.9, 0.9, 50).unsqueeze(-1).expand(50, 4)
+    f = model.guide.moments(model.model.layer, h).mean
+    slope = (f[-1] - f[0]) / (h[-1, 0] - h[0, 0])
+    assert_close(f, f[:1] + slope * (h[:, :1] - h[0, 0]), rtol=0, atol=2e-3)
+    assert slope.abs().min() > 1e-3
 
 
 def test_a_second_network_of_the_same_seed_starts_alike():
@@ -252,7 +276,11 @@ def test_parameter_counts_are_those_of_table_3(dataset):
         features, feature_dim = build_backbone(backbone, (0.5,) * 3, (0.2,) * 3)
         counts = {
             name: models.images.build(
-                name, features, feature_dim, num_classes, **{} if name == "nn" else {"num_units": num_units}
+                name,
+                features,
+                feature_dim,
+                num_classes,
+                **{} if name == "nn" else {"num_units": num_units},
             )
             for name in ("nn", "dak_mc")
         }

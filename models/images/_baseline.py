@@ -139,7 +139,7 @@ class ImageBaseline(ABC):
         The draws are the same standard normals for each image, whatever images are beside it.
         """
         h = self.embedding(self.features(x.to(self.recipe.device)))
-        q = self.latent_moments(h.float())
+        q = self.latent_moments(_full(h))
         generator = torch.Generator(h.device).manual_seed(self.recipe.seed)
         draws = sample_marginals(q, self.num_draws, generator)  # (S, N, T)
         mean, var, A = q.mean, q.var, self.mixing_weights
@@ -165,15 +165,15 @@ class ImageBaseline(ABC):
             return AugmentedData(x, y, recipe.batch_size)
         return ResidentData(x, y, recipe.batch_size)
 
-    def _run(self, data: ResidentData, checkpoint_dir: Path | None) -> "_Run":
+    def _run(self, data: ResidentData, checkpoint_dir: Path | None) -> "_BaselineRun":
         from lightning_fabric import Fabric
 
         recipe, options = self.recipe, resume_options(checkpoint_dir)
         fabric: Any = Fabric(**fabric_options(recipe))
         fabric.launch()
-        run = _Run(
+        run = _BaselineRun(
             fabric,
-            _Loss(self),
+            BaselineLoss(self),
             self._optimizer(),
             data,
             None,
@@ -221,7 +221,12 @@ class ImageBaseline(ABC):
         )
 
 
-class _Loss(nn.Module):
+def _full(h: Tensor) -> Tensor:
+    """Half precision, which a network may give, as float32; all else as it is."""
+    return h.float() if h.element_size() < 4 else h
+
+
+class BaselineLoss(nn.Module):
     """What `Run` asks of a loss: modules to keep, and (loss, expected_log_lik, kl) per datum."""
 
     def __init__(self, baseline: ImageBaseline):
@@ -230,7 +235,7 @@ class _Loss(nn.Module):
         self.guide = baseline.last_layer
         self.terms_fn, self.is_fixed = baseline.terms, baseline.recipe.fixed_features
 
-    def train(self, mode: bool = True) -> "_Loss":
+    def train(self, mode: bool = True) -> "BaselineLoss":
         super().train(mode)
         if self.is_fixed:
             self.model[0].eval()
@@ -240,10 +245,10 @@ class _Loss(nn.Module):
         """Terms `(3,)` of a batch; mixed precision is for the network."""
         h = self.model[1](x if self.is_fixed else self.model[0](x))
         with torch.autocast(h.device.type, enabled=False):
-            return torch.stack(self.terms_fn(h.float(), y, num_data))
+            return torch.stack(self.terms_fn(_full(h), y, num_data))
 
 
-class _Run(Run):
+class _BaselineRun(Run):
     """The training run of `fit` for a model that is no DAK."""
 
     def _description(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
@@ -119,6 +120,22 @@ class DAKClassifier:
         return prediction
 
 
+@torch.no_grad()
+def start_linear(model: DAK, guide: MeanFieldGuide, slope: float) -> None:
+    """Set the means of z so that the units start as straight lines, slopes N(0, slope^2 / P).
+
+    With g(U) = L_U z and phi(U) = L_U: z = L_U^{-1} (slope U). Random z make a rough function,
+    whose slopes say nothing to the network; so the layer starts as a linear one.
+    """
+    activation = model.layer.activation
+    U = activation.grid.inducing_points.to(guide.z_loc)
+    L_U = activation(U.unsqueeze(-1)).squeeze(-2)  # (M, M)
+    line = torch.linalg.solve_triangular(L_U, U.unsqueeze(-1), upper=False).squeeze(-1)  # (M,)
+    slopes = slope * torch.randn(guide.z_loc.shape[:2]) / model.num_units**0.5  # (C, P)
+    guide.z_loc.copy_(slopes.unsqueeze(-1) * line)
+    guide.mu_loc.zero_()
+
+
 def build_classifier(
     objective: ELBO,
     method: Literal["mc", "probit"],
@@ -131,6 +148,7 @@ def build_classifier(
     bounds: tuple[float, float] = (-1.0, 1.0),
     lengthscale: float = 1.0,
     init_scale: float = 0.1,
+    linear_start: float | None = None,
     residual_variance: bool = False,
     scaling: str = "standardize",
 ) -> DAKClassifier:
@@ -148,4 +166,6 @@ def build_classifier(
             scaling,
         )
         guide = MeanFieldGuide(model, init_scale)
+        if linear_start is not None:
+            start_linear(model, guide, linear_start)
     return DAKClassifier(model, guide, objective, method, recipe, residual_variance)

@@ -32,6 +32,11 @@ class GPyTorchBaseline(ImageBaseline):
         last_layer = nn.ModuleList([gps, likelihood])
         super().__init__(features, embedding, last_layer, num_classes, recipe)
         self.gps, self.likelihood = gps, likelihood
+        for module in last_layer.modules():
+            if isinstance(module, gpytorch.constraints.Interval):
+                # Constants, and infinite: not for checkpoints, which hold finite numbers only.
+                for name in ("lower_bound", "upper_bound"):
+                    module.register_buffer(name, getattr(module, name), persistent=False)
 
     def terms(self, h: Tensor, y: Tensor, num_data: int) -> Terms:
         """E log p(y | f) by draws of f, minus KL / num_data: GPyTorch's `VariationalELBO`."""

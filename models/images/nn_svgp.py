@@ -77,4 +77,5 @@ def build(
         likelihood = gpytorch.likelihoods.SoftmaxLikelihood(
             num_classes=num_classes, mixing_weights=False
         )
+        gps(torch.zeros(2, num_units))  # the first call draws the start of q(u)
     return NetworkSVGP(features, embedding, gps, likelihood, num_classes, recipe)

@@ -25,11 +25,9 @@ class GridGPs(gpytorch.models.ApproximateGP):
         super().__init__(
             gpytorch.variational.IndependentMultitaskVariationalStrategy(grid, num_tasks=num_units)
         )
-        self.mean_module = gpytorch.means.ConstantMean()
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=batch_shape)
         self.covar_module = gpytorch.kernels.ScaleKernel(
-            gpytorch.kernels.RBFKernel(
-                lengthscale_prior=gpytorch.priors.SmoothedBoxPrior(0.01, 10.0, sigma=0.1)
-            )
+            gpytorch.kernels.RBFKernel(batch_shape=batch_shape), batch_shape=batch_shape
         )
 
     def forward(self, h: Tensor) -> MultivariateNormal:
@@ -80,4 +78,5 @@ def build(
             Clamp(bounds),
         )
         likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_units, num_classes)
+        gps(torch.zeros(2, num_units))  # the first call draws the start of q(u)
     return GPyTorchBaseline(features, embedding, gps, likelihood, num_classes, recipe)
