@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak.checkpoint import (
@@ -25,7 +25,6 @@ from pyro_dak.checkpoint import (
 )
 from pyro_dak.data import LoaderData, ResidentData
 from pyro_dak.history import Checkpoints, History, Settings, TrainingError
-from pyro_dak.loss import Loss
 from pyro_dak.optimization import Schedule
 from pyro_dak.prediction import ClassPrediction, predict
 
@@ -54,12 +53,16 @@ def _unflatten(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[int,
 
 
 class Run:
-    """A training run: everything that changes from step to step, and the loop over the steps."""
+    """A training run: everything that changes from step to step, and the loop over the steps.
+
+    The loss is a `Loss`, or any module like it: with `model` and `guide`, which are what is kept,
+    and (x, y, scale, num_data) to its three terms.
+    """
 
     def __init__(
         self,
         fabric: Any,
-        loss: Loss,
+        loss: nn.Module,
         optimizer: torch.optim.Optimizer,
         data: ResidentData | LoaderData,
         validation: tuple[Tensor, Tensor] | None,
@@ -70,7 +73,8 @@ class Run:
     ):
         self.fabric, self.settings, self.schedule = fabric, settings, schedule
         self.raw_loss, self.raw_optimizer = loss, optimizer
-        self.model, self.guide = loss.model, loss.guide
+        self.model: Any = loss.model
+        self.guide: Any = loss.guide
         self.data, self.validation, self.checkpoints = data, validation, checkpoints
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.loss, self.optimizer = fabric.setup(loss, optimizer)
