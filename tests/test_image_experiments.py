@@ -8,9 +8,7 @@ import struct
 import numpy
 import pytest
 import torch
-import typer
 from torch.testing import assert_close
-from typer.testing import CliRunner
 
 from experiments import cifar, image_datasets, image_report, image_runs, mnist
 from experiments.datasets import DataError
@@ -19,6 +17,7 @@ from models.images._recipe import ImageRecipe
 from pyro_dak.gaussian import FunctionMoments
 from pyro_dak.metrics import expected_calibration_error
 from pyro_dak.prediction import ClassPrediction
+from tests.test_experiments import invoke
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 gpytorch = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -27,14 +26,6 @@ gpytorch = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarn
 @pytest.fixture(autouse=True)
 def _single_precision():
     torch.set_default_dtype(torch.float32)
-
-
-def invoke(main, *arguments):
-    app = typer.Typer()
-    app.command()(main)
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture

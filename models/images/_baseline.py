@@ -17,6 +17,7 @@ from models.images._recipe import (
     check_images,
     fabric_options,
     resume_options,
+    training_options,
 )
 from pyro_dak.data import ResidentData
 from pyro_dak.gaussian import FunctionMoments, sample_marginals
@@ -171,6 +172,13 @@ class ImageBaseline(ABC):
         recipe, options = self.recipe, resume_options(checkpoint_dir)
         fabric: Any = Fabric(**fabric_options(recipe))
         fabric.launch()
+        settings = Settings(
+            **training_options(recipe),
+            patience=None,
+            objective=type(self).__name__,
+            has_validation=False,
+            world_size=1,
+        )
         run = _BaselineRun(
             fabric,
             BaselineLoss(self),
@@ -179,7 +187,7 @@ class ImageBaseline(ABC):
             None,
             schedule_fn(recipe.schedule),
             data.batches_per_epoch,
-            self._settings(),
+            settings,
             None if checkpoint_dir is None else Checkpoints(checkpoint_dir),
         )
         if "resume_from" in options:
@@ -198,26 +206,6 @@ class ImageBaseline(ABC):
             recipe.weight_decay,
             recipe.decay_last_layer,
             fused="16" not in str(recipe.precision),
-        )
-
-    def _settings(self) -> Settings:
-        recipe = self.recipe
-        return Settings(
-            epochs=recipe.epochs,
-            batch_size=recipe.batch_size,
-            learning_rate=recipe.learning_rate,
-            last_layer_learning_rate=recipe.last_layer_learning_rate or recipe.learning_rate,
-            optimizer=recipe.optimizer,
-            schedule=recipe.schedule,
-            weight_decay=recipe.weight_decay,
-            decay_last_layer=recipe.decay_last_layer,
-            clip_norm=recipe.clip_norm,
-            patience=None,
-            fixed_features=recipe.fixed_features,
-            objective=type(self).__name__,
-            has_validation=False,
-            world_size=1,
-            seed=recipe.seed,
         )
 
 

@@ -18,6 +18,7 @@ from models.images._recipe import (
     check_images,
     fabric_options,
     resume_options,
+    training_options,
 )
 from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
 from pyro_dak.history import History
@@ -86,19 +87,9 @@ class DAKClassifier:
             self.guide,
             AugmentedBatches(x, y, recipe.batch_size) if is_augmented else (x, y),
             objective=self.objective,
-            epochs=recipe.epochs,
-            batch_size=recipe.batch_size,
-            learning_rate=recipe.learning_rate,
-            last_layer_learning_rate=recipe.last_layer_learning_rate,
-            optimizer=recipe.optimizer,
-            schedule=recipe.schedule,
-            weight_decay=recipe.weight_decay,
-            decay_last_layer=recipe.decay_last_layer,
-            clip_norm=recipe.clip_norm,
-            fixed_features=recipe.fixed_features,
             callbacks=callbacks,
-            seed=recipe.seed,
             progress=recipe.progress,
+            **training_options(recipe),
             **resume_options(checkpoint_dir),
             **fabric_options(recipe),
         )

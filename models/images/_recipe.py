@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,24 @@ def resume_options(directory: Path | None) -> Mapping[str, Path]:
     return options | ({"resume_from": directory} if Checkpoints.found(directory) else {})
 
 
-def fabric_options(recipe: ImageRecipe) -> dict[str, object]:
+def training_options(recipe: ImageRecipe) -> dict[str, Any]:
+    """What `fit` and the training loop of the baselines are told alike."""
+    return {
+        "epochs": recipe.epochs,
+        "batch_size": recipe.batch_size,
+        "learning_rate": recipe.learning_rate,
+        "last_layer_learning_rate": recipe.last_layer_learning_rate or recipe.learning_rate,
+        "optimizer": recipe.optimizer,
+        "schedule": recipe.schedule,
+        "weight_decay": recipe.weight_decay,
+        "decay_last_layer": recipe.decay_last_layer,
+        "clip_norm": recipe.clip_norm,
+        "fixed_features": recipe.fixed_features,
+        "seed": recipe.seed,
+    }
+
+
+def fabric_options(recipe: ImageRecipe) -> dict[str, Any]:
     """Device and precision of a recipe in the words of Lightning Fabric."""
     device = torch.device(recipe.device)
     return {
