@@ -189,7 +189,7 @@ def read_subset(path: Path) -> dict[str, Tensor]:
     """The four arrays of a subset file, checked for shapes and numbers of rows."""
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with numpy.load(path, allow_pickle=False) as file:
+        with path.open("rb") as content, numpy.load(content, allow_pickle=False) as file:
             parts = {name: torch.from_numpy(file[name]) for name in names}
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: is damaged or no subset of images: {error}.") from error

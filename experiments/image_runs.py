@@ -3,7 +3,7 @@
 import shutil
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ class Job:
     data_root: str | None = None
     max_rows: int | None = None
     pretrained: str | None = None
-    tag: str = ""
 
     def path(self, results: Path) -> Path:
         """Where its result goes; those on held-out training images go apart."""
@@ -57,7 +56,7 @@ class Job:
         parts += ["full"] if self.full else []
         parts += [] if self.max_rows is None else [f"n{self.max_rows}"]
         folder = results / self.dataset / ("held_out" if self.held_out else "")
-        return folder / f"{'-'.join(parts)}{self.tag}.json"
+        return folder / f"{'-'.join(parts)}.json"
 
     def checkpoints(self, results: Path) -> Path:
         """Where its checkpoints go."""

@@ -11,7 +11,7 @@ curve; a run that is there already is not made again, and one that was stopped g
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,12 +36,6 @@ BACKBONES = {"mnist": "cnn", "digits": "digits_cnn"}
 MODELS = ("dak_mc", "dak_jensen", "nn")
 
 
-def _options(model: str, init_scale: float) -> dict[str, Any]:
-    if model == "nn":
-        return {}
-    return {"num_units": 16} | ({"init_scale": init_scale} if model.startswith("dak") else {})
-
-
 def main(
     dataset: Annotated[str, typer.Option(help="mnist or digits.")] = "mnist",
     model: Annotated[list[str] | None, typer.Option(help="Models of the board.")] = None,
@@ -54,10 +48,8 @@ def main(
     resume: Annotated[bool, typer.Option(help="Keep runs that are there.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results"),
-    init_scale: Annotated[float, typer.Option(help="Of the weights of DAK.")] = 0.1,
     held_out: Annotated[bool, typer.Option(help="Test on 2,000 training images.")] = False,
     max_rows: Annotated[int | None, typer.Option(help="Use the first so many.")] = None,
-    tag: Annotated[str, typer.Option(help="Added to the name of the result.")] = "",
     quick: Annotated[bool, typer.Option(help="A few images, one epoch, two models.")] = False,
 ) -> None:
     """Run the experiment, then write its tables and figures."""
@@ -80,10 +72,9 @@ def main(
                 precision=precision,
                 progress=progress,
             ),
-            _options(name, init_scale),
+            {} if name == "nn" else {"num_units": 16},
             held_out=held_out,
             max_rows=200 if quick else max_rows,
-            tag=tag,
             data_root=data_root,
         )
         for number in seed or [0]

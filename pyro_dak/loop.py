@@ -52,6 +52,18 @@ def _unflatten(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[int,
     return state
 
 
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out the state of each parameter in memory as the parameter is.
+
+    A fused optimiser walks through memory: with channels last in a parameter and not in its state
+    it would pair the wrong entries.
+    """
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 class Run:
     """A training run: everything that changes from step to step, and the loop over the steps.
 
@@ -302,6 +314,7 @@ class Run:
         optimizer_tensors = _with_prefix(trainer, "optimizer.")
         current["state"] = _unflatten(optimizer_tensors, state["optimizer"])
         self.raw_optimizer.load_state_dict(current)
+        _match_layout(self.raw_optimizer)
         if len(trainer["rng"]) == self.fabric.world_size:
             torch.set_rng_state(trainer["rng"][self.fabric.global_rank].clone())
         if "cuda_rng" in trainer and self.fabric.device.type == "cuda":

@@ -43,8 +43,9 @@ def small_network():
         Pixels((0.4,), (0.3,)),
         nn.Conv2d(1, 4, 3),
         nn.ReLU(),
+        nn.Conv2d(4, 5, 2),
         nn.Flatten(),
-        nn.Linear(64, 6),
+        nn.Linear(45, 6),
         nn.Dropout(0.2),
     ).to(memory_format=torch.channels_last)
 
@@ -120,7 +121,7 @@ def test_probabilities_are_averaged_after_the_softmax(mixing, monkeypatch):
 @pytest.mark.parametrize("augment", [False, True])
 def test_a_resumed_run_equals_an_uninterrupted_one(name, augment, tmp_path):
     x, y = images()
-    recipe = dataclasses.replace(RECIPE, epochs=3, augment=augment, optimizer="adadelta")
+    recipe = dataclasses.replace(RECIPE, epochs=3, augment=augment)
 
     class Stop(Exception):
         pass

@@ -25,7 +25,8 @@ def build(
         recipe: the settings; `num_samples_train` draws of f per image in training,
             `num_samples_test` in prediction.
         options: `num_units` P, `level` L (M = 2^L - 1), `bounds`, `lengthscale` of the Laplace
-            kernel, `init_scale` of the weights, `residual_variance`, `scaling`.
+            kernel, `init_scale` of the weights, `linear_start` (the units start as straight lines
+            with slopes of this size), `residual_variance`, `scaling`.
     """
     objective = LocalReparamELBO(recipe.num_samples_train)
     return build_classifier(objective, "mc", features, feature_dim, num_classes, recipe, **options)
