@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/python -m experiments.prior
+	$(BIN)/python -m experiments.mnist --dataset digits --model dak_mc --out results/demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -33,6 +34,7 @@ lint: setup
 bench: setup
 	$(BIN)/python -m benchmarks.activation
 	$(BIN)/python -m benchmarks.prediction
+	$(BIN)/python -m benchmarks.images
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

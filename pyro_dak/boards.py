@@ -23,8 +23,9 @@ class Board:
         self.path = list(path)
 
     def names(self) -> list[str]:
-        """Names of the choices, sorted; files that start with an underscore are not choices."""
-        return sorted(m.name for m in iter_modules(self.path) if not m.name.startswith("_"))
+        """Names of the choices, sorted; folders, and files with an underscore first, are none."""
+        files = [m.name for m in iter_modules(self.path) if not m.ispkg]
+        return sorted(name for name in files if not name.startswith("_"))
 
     def build(self, name: str, *args: Any, **options: Any) -> Any:
         """What `build(*args, **options)` in the file `name` returns; an unknown name lists all."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak.checkpoint import (
@@ -25,7 +25,6 @@ from pyro_dak.checkpoint import (
 )
 from pyro_dak.data import LoaderData, ResidentData
 from pyro_dak.history import Checkpoints, History, Settings, TrainingError
-from pyro_dak.loss import Loss
 from pyro_dak.optimization import Schedule
 from pyro_dak.prediction import ClassPrediction, predict
 
@@ -37,7 +36,11 @@ Callback = Callable[[int, dict[str, float]], None]
 def _flatten(state: dict[int, dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Optimiser state as named tensors and plain numbers, "index.name" each."""
     entries = {f"{i}.{name}": v for i, entry in state.items() for name, v in entry.items()}
-    tensors = {k: v.detach().cpu().clone() for k, v in entries.items() if isinstance(v, Tensor)}
+    tensors = {
+        k: v.detach().cpu().clone().contiguous()
+        for k, v in entries.items()
+        if isinstance(v, Tensor)
+    }
     return tensors, {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
 
 
@@ -49,13 +52,29 @@ def _unflatten(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[int,
     return state
 
 
+def _match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Lay out the state of each parameter in memory as the parameter is.
+
+    A fused optimiser walks through memory: with channels last in a parameter and not in its state
+    it would pair the wrong entries.
+    """
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 class Run:
-    """A training run: everything that changes from step to step, and the loop over the steps."""
+    """A training run: everything that changes from step to step, and the loop over the steps.
+
+    The loss is a `Loss`, or any module like it: with `model` and `guide`, which are what is kept,
+    and (x, y, scale, num_data) to its three terms.
+    """
 
     def __init__(
         self,
         fabric: Any,
-        loss: Loss,
+        loss: nn.Module,
         optimizer: torch.optim.Optimizer,
         data: ResidentData | LoaderData,
         validation: tuple[Tensor, Tensor] | None,
@@ -66,7 +85,8 @@ class Run:
     ):
         self.fabric, self.settings, self.schedule = fabric, settings, schedule
         self.raw_loss, self.raw_optimizer = loss, optimizer
-        self.model, self.guide = loss.model, loss.guide
+        self.model: Any = loss.model
+        self.guide: Any = loss.guide
         self.data, self.validation, self.checkpoints = data, validation, checkpoints
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.loss, self.optimizer = fabric.setup(loss, optimizer)
@@ -294,6 +314,7 @@ class Run:
         optimizer_tensors = _with_prefix(trainer, "optimizer.")
         current["state"] = _unflatten(optimizer_tensors, state["optimizer"])
         self.raw_optimizer.load_state_dict(current)
+        _match_layout(self.raw_optimizer)
         if len(trainer["rng"]) == self.fabric.world_size:
             torch.set_rng_state(trainer["rng"][self.fabric.global_rank].clone())
         if "cuda_rng" in trainer and self.fabric.device.type == "cuda":

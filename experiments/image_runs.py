@@ -1,0 +1,212 @@
+"""Runs of image classifiers: train, follow the learning curve, score, one json each."""
+
+import shutil
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import models.images
+from experiments.image_datasets import Images, load_images
+from experiments.results import git_commit, read_json, write_json
+from models._recipe import seeded
+from models.images._backbones import build_backbone
+from models.images._recipe import Classifier, ImageRecipe
+from pyro_dak.checkpoint import read_directory
+from pyro_dak.history import Checkpoints
+from pyro_dak.metrics import (
+    accuracy,
+    auroc,
+    brier_score,
+    expected_calibration_error,
+)
+from pyro_dak.prediction import ClassPrediction
+
+__all__ = ["NUM_BINS", "Job", "run", "run_all", "score"]
+
+NUM_BINS = 15
+_NUM_HELD_OUT = 2000
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a model on a data set with a seed."""
+
+    dataset: str
+    model: str
+    backbone: str
+    recipe: ImageRecipe
+    options: dict[str, Any] = field(default_factory=dict)
+    preset: str = "paper"
+    held_out: bool = False
+    full: bool = False
+    data_root: str | None = None
+    max_rows: int | None = None
+    pretrained: str | None = None
+
+    def path(self, results: Path) -> Path:
+        """Where its result goes; those on held-out training images go apart."""
+        recipe = self.recipe
+        parts = [self.preset, self.model, f"b{recipe.batch_size}", f"e{recipe.epochs}"]
+        parts += [f"seed{recipe.seed}"] + (["tuned"] if recipe.fixed_features else [])
+        parts += ["full"] if self.full else []
+        parts += [] if self.max_rows is None else [f"n{self.max_rows}"]
+        folder = results / self.dataset / ("held_out" if self.held_out else "")
+        return folder / f"{'-'.join(parts)}.json"
+
+    def checkpoints(self, results: Path) -> Path:
+        """Where its checkpoints go."""
+        path = self.path(results)
+        return path.parent / "checkpoints" / path.stem
+
+    def source(self) -> "Job | None":
+        """The run whose features this one trains on, if it does."""
+        if self.pretrained is None:
+            return None
+        recipe = replace(self.recipe, fixed_features=False)
+        return replace(self, model=self.pretrained, recipe=recipe, options={}, pretrained=None)
+
+
+def reliability(probs: Tensor, y: Tensor, num_bins: int = NUM_BINS) -> dict[str, list[float]]:
+    """Rows, mean confidence and accuracy of each bin of the confidence; empty bins have zeros."""
+    confidence, label = probs.max(-1)
+    bins = (confidence * num_bins).ceil().long().sub(1).clamp(0, num_bins - 1)
+    count = torch.bincount(bins, minlength=num_bins).double()
+    sums = [
+        torch.bincount(bins, weights=values.double(), minlength=num_bins) / count.clamp(min=1)
+        for values in (confidence, label == y)
+    ]
+    return {
+        "count": count.tolist(),
+        "confidence": sums[0].tolist(),
+        "accuracy": sums[1].tolist(),
+    }
+
+
+def score(prediction: ClassPrediction, y: Tensor, ood: ClassPrediction | None) -> dict[str, Any]:
+    """Metrics of class probabilities, and of telling images of another kind apart."""
+    probs = prediction.probs.double()
+    metrics: dict[str, Any] = {
+        "accuracy": float(accuracy(y, probs)),
+        "nll": -float(prediction.log_prob(y).double().mean()),
+        "ece": float(expected_calibration_error(y, probs, NUM_BINS)),
+        "brier": float(brier_score(y, probs)),
+        "reliability": reliability(probs, y),
+    }
+    if ood is not None:
+        metrics["ood_entropy"] = float(auroc(prediction.entropy, ood.entropy))
+        if not bool(prediction.expected_entropy.isnan().all()):
+            metrics["ood_mutual_information"] = float(
+                auroc(prediction.mutual_information, ood.mutual_information)
+            )
+    return metrics
+
+
+class Curve:
+    """Scores on the test images after each epoch, written as they come.
+
+    Args:
+        path: of the result.
+        head: what the json says besides.
+        model: the classifier in training.
+        images: the data.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any], model: Classifier, images: Images):
+        self.path, self.head, self.model, self.images = path, head, model, images
+        before = read_json(path) or {}
+        self.rows: list[dict[str, Any]] = before.get("curve", [])
+
+    def __call__(self, epoch: int, row: dict[str, float]) -> None:
+        """Called by `fit` after each epoch; rows of a stopped run that come again are replaced."""
+        prediction = self.model.predict(self.images.x_test)
+        y = self.images.y_test
+        self.rows = [old for old in self.rows if old["epoch"] < epoch]
+        self.rows.append(
+            {
+                "epoch": epoch,
+                "error": 1 - float(accuracy(y, prediction.probs)),
+                "nll": -float(prediction.log_prob(y).mean()),
+                **{k: row[k] for k in ("elbo_per_datum", "expected_log_lik", "kl")},
+            }
+        )
+        write_json(self.path, self.head | {"status": "running", "curve": self.rows})
+        print(f"{self.path.stem} epoch {epoch}: {self.rows[-1]}", flush=True)
+
+
+def build(job: Job, images: Images) -> Classifier:
+    """The classifier of a job, untrained."""
+    with seeded(job.recipe.seed):
+        features, feature_dim = build_backbone(job.backbone, images.mean, images.std)
+    return models.images.build(
+        job.model, features, feature_dim, images.num_classes, recipe=job.recipe, **job.options
+    )
+
+
+def load_job_images(job: Job) -> Images:
+    """The images that a job trains and tests on."""
+    images = load_images(job.dataset, job.data_root, job.full)
+    if job.held_out:
+        images = images.hold_out(min(_NUM_HELD_OUT, len(images.x_train) // 5))
+    return images if job.max_rows is None else images.first(job.max_rows)
+
+
+def load_features(features: nn.Module, directory: Path) -> None:
+    """Give a feature extractor the weights it has in the checkpoints of an `ImageBaseline`."""
+    prefix = "model.0."  # features are the first of the modules that such a run keeps
+    tensors = read_directory(Checkpoints.newest(directory)).tensors
+    features.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    )
+
+
+def run(job: Job, results: Path) -> dict[str, Any]:
+    """Train and test; goes on from checkpoints of the same job."""
+    images = load_job_images(job)
+    model = build(job, images)
+    source = job.source()
+    if source is not None:
+        load_features(model.features, source.checkpoints(results))
+    config = asdict(job)
+    config.pop("data_root")
+    head = {"config": config, "commit": git_commit()}
+    curve = Curve(job.path(results), head, model, images)
+    model.fit(images.x_train, images.y_train, [curve], job.checkpoints(results))
+    ood = None if images.x_ood is None else model.predict(images.x_ood)
+    metrics = score(model.predict(images.x_test), images.y_test, ood)
+    metrics |= {
+        "elbo": None if job.model == "nn" else curve.rows[-1]["elbo_per_datum"],
+        "epoch_seconds": statistics.median(model.epoch_seconds) if model.epoch_seconds else None,
+        "parameters": model.num_parameters,
+        "parameters_added": model.num_added,
+    }
+    return head | {"status": "finished", "metrics": metrics, "curve": curve.rows}
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a job's result is there and complete."""
+    return (read_json(path) or {}).get("status") == "finished"
+
+
+def run_all(jobs: Iterable[Job], results: Path, resume: bool) -> None:
+    """Run the jobs that have no result yet, one after the other; checkpoints go beside them."""
+    jobs = list(jobs)
+    left = [job for job in jobs if not (resume and is_finished(job.path(results)))]
+    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
+    for job in left:
+        path = job.path(results)
+        if not resume:
+            path.unlink(missing_ok=True)
+            shutil.rmtree(job.checkpoints(results), ignore_errors=True)
+        result = run(job, results)
+        write_json(path, result)
+        metrics = result["metrics"]
+        print(
+            f"{job.dataset} {path.stem}: accuracy {metrics['accuracy']:.4f} nll "
+            f"{metrics['nll']:.4f} ece {metrics['ece']:.4f}",
+            flush=True,
+        )

@@ -1,0 +1,11 @@
+"""The board of image classifiers: one file each, with `build(features, feature_dim, ...)` in it.
+
+`models.images.build("dak_mc", features, 128, 10)`; the name of a file is the name of the choice.
+Every choice is a `Classifier` with `fit(x, y)` and `predict(x)` (see `models/images/_recipe.py`).
+"""
+
+from pyro_dak.boards import Board
+
+_BOARD = Board(__name__, __path__)
+names = _BOARD.names
+build = _BOARD.build
