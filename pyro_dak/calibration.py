@@ -69,7 +69,7 @@ class ReliabilityCurve(NamedTuple):
 
     confidence: Tensor
     accuracy: Tensor
-    count: Tensor
+    num_rows: Tensor
 
 
 def reliability_curve(
@@ -83,9 +83,7 @@ def reliability_curve(
     hits = zeros.index_add(0, bins, (label == y).to(probs.dtype))
     sums = zeros.index_add(0, bins, confidence)
     kept = count > 0
-    return ReliabilityCurve(
-        sums[kept] / count[kept], hits[kept] / count[kept], count[kept].long()
-    )
+    return ReliabilityCurve(sums[kept] / count[kept], hits[kept] / count[kept], count[kept].long())
 
 
 def chi_square_p_value(

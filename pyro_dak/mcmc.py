@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
 
-from pyro_dak.draws import Draws, cached_inputs, checked_data
+from pyro_dak.densities import cached_inputs, checked_data, noise_scale
+from pyro_dak.draws import Draws
 from pyro_dak.model import DAK, evaluating
 from pyro_dak.potential import Target
 from pyro_dak.priors import PriorLike, site_prior
@@ -212,7 +213,9 @@ def _run(
             kernel = kernel_fn(target)
             with torch.enable_grad(), torch.random.fork_rng():
                 torch.manual_seed(seed + chain)
-                chains.append(_run_chain(target, kernel, num_samples, warmup_steps, label, progress))
+                chains.append(
+                    _run_chain(target, kernel, num_samples, warmup_steps, label, progress)
+                )
     run = MCMCRun(
         {name: torch.stack([c.sites[name] for c in chains]) for name in chains[0].sites},
         stats={name: torch.stack([c.stats[name] for c in chains]) for name in chains[0].stats},
@@ -232,12 +235,13 @@ def _extra_priors(model: DAK, priors: Mapping[str, PriorLike | None]) -> dict[st
             continue
         shape = torch.Size([model.num_units])
         if name == "noise_scale":
-            if not hasattr(model.likelihood, "noise"):
+            current = noise_scale(model.likelihood)
+            if current is None:
                 raise ValueError(
                     f"`noise_prior` needs a likelihood with a noise scale; got "
                     f"{type(model.likelihood).__name__}. Leave it out."
                 )
-            shape = model.likelihood.noise.log_scale.shape
+            shape = current.shape
         resolved[name] = site_prior(name, prior, shape, like)
     return resolved
 

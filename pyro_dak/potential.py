@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints
 
-from pyro_dak.draws import with_noise
+from pyro_dak.densities import noise_scale, with_noise
 from pyro_dak.likelihoods import GaussianLikelihood
 from pyro_dak.model import DAK
 
@@ -52,7 +52,8 @@ class Target:
         with torch.no_grad():
             self.design = model.layer.design(h)  # (N, K)
             self._unit_scale = model.unit_scale.double()
-        self._likelihood = with_noise(model.likelihood)
+        self._noise = noise_scale(model.likelihood)
+        self._likelihood = with_noise(model.likelihood, self._noise)
         self._extra_priors = dict(extra_priors or {})
         self._weight_priors = self._site_priors("mu", "linear", "z")
         self._check_supports()
@@ -153,13 +154,13 @@ class Target:
         triples = zip(self._weight_priors.values(), parts, shapes, strict=True)
         return torch.stack([prior.log_prob(w.reshape(shape)) for prior, w, shape in triples]).sum()
 
-    def _log_lik(self, weights: Tensor, noise_scale: Tensor | None) -> Tensor:
-        return self._row_log_lik(self.design @ weights.mT, noise_scale).sum()
+    def _log_lik(self, weights: Tensor, noise: Tensor | None) -> Tensor:
+        return self._row_log_lik(self.design @ weights.mT, noise).sum()
 
-    def _row_log_lik(self, f: Tensor, noise_scale: Tensor | None = None) -> Tensor:
-        likelihood = self._likelihood
-        if noise_scale is not None:
-            likelihood.noise.log_scale = noise_scale.log()
+    def _row_log_lik(self, f: Tensor, noise: Tensor | None = None) -> Tensor:
+        likelihood: Any = self._likelihood
+        if noise is not None:
+            likelihood.noise.log_scale = noise.log()
         return likelihood.distribution(f).log_prob(self.y)
 
     @torch.no_grad()
@@ -173,13 +174,14 @@ class Target:
             Q, R = torch.linalg.qr(self.design)
             c = Q.mT @ self.y  # (K, C)
             rest = (self.y - Q @ c).square().sum(0)
-        own_noise = self._likelihood.noise_scale
+        own_noise = self._noise
+        assert own_noise is not None
 
-        def log_lik_fn(weights: Tensor, noise_scale: Tensor | None) -> Tensor:
-            noise = (own_noise if noise_scale is None else noise_scale).expand(len(rest))
+        def log_lik_fn(weights: Tensor, noise: Tensor | None) -> Tensor:
+            scale = (own_noise if noise is None else noise).expand(len(rest))
             squares = (c - R @ weights.mT).square().sum(0) + rest  # (C,)
-            log_norm = N * (noise.log() + 0.5 * _LOG_2PI)
-            return -(0.5 * squares / noise.square() + log_norm).sum()
+            log_norm = N * (scale.log() + 0.5 * _LOG_2PI)
+            return -(0.5 * squares / scale.square() + log_norm).sum()
 
         return log_lik_fn
 
@@ -199,14 +201,13 @@ class Target:
                 )
 
     def _current_scales(self) -> dict[str, Tensor]:
-        current = {"unit_scale": self._unit_scale}
-        if "noise_scale" in self._extra_priors:
-            current["noise_scale"] = self._likelihood.noise.log_scale.exp()
-        return current
+        current = {"unit_scale": self._unit_scale, "noise_scale": self._noise}
+        return {name: value for name, value in current.items() if value is not None}
 
     def _flat_normal_prior(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Means and scales `(F, K)`, and the normalising constant, if all priors are normal."""
-        locs, scales = [], []
+        locs: list[Tensor] = []
+        scales: list[Tensor] = []
         for name in self._weight_priors:
             shape, parameters = self.model.site_shapes[name], self.model.normal_prior(name)
             if parameters is None:
@@ -301,7 +302,7 @@ class _Scales:
         log_det: Tensor | float = 0.0
         sizes = [shape.numel() for shape in self._shapes.values()]
         for (name, shape), part in zip(self._shapes.items(), flat.split(sizes, -1), strict=True):
-            coordinates = part.reshape(*flat.shape[:-1], *shape)
+            coordinates = part.reshape(flat.shape[:-1] + shape)
             transform = self._transforms[name]
             values[name] = transform(coordinates)
             log_det = log_det + transform.log_abs_det_jacobian(coordinates, values[name])

@@ -174,7 +174,7 @@ def function_moments(
     return moments._replace(var=moments.var + model.residual_variance(h))
 
 
-def has_closed_form(guide: nn.Module, model: DAK) -> TypeGuard[GaussianGuide]:
+def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
     """Whether q(f) is known without draws."""
     return isinstance(guide, GaussianGuide) and not model.has_shrinkage
 
