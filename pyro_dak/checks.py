@@ -65,10 +65,8 @@ def guide_weights(model: DAK, h: Tensor, y: Tensor, draws: Draws) -> SmoothedWei
     flat = draws.flat()
     assert draws.log_q is not None
     smoothed = pareto_smooth(log_joint(model, h, y, flat) - draws.log_q.flatten())
-    is_point = all(bool((value == value[:1]).all()) for value in flat.values())
-    return (
-        smoothed._replace(k_hat=torch.full_like(smoothed.k_hat, math.inf)) if is_point else smoothed
-    )
+    k_hat = torch.full_like(smoothed.k_hat, math.inf) if draws.is_point else smoothed.k_hat
+    return smoothed._replace(k_hat=k_hat)
 
 
 class LeaveOneOut(NamedTuple):

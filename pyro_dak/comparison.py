@@ -11,6 +11,7 @@ from pyro_dak.densities import (
     Response,
     cached_inputs,
     checked_data,
+    exact_moments,
     log_joint,
     response,
     with_noise,
@@ -187,7 +188,7 @@ def compare_posteriors(
         draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
         fits[name] = gaussian_fit(model, posterior if guide is None else guide, draws)
         predictions[name] = response(model, posterior, h_new, draws)
-        if guide is not None:
+        if guide is not None and not draws.is_point:
             elbos[name] = _elbo(model, guide, h, y, draws)
     labels, units = _weight_names(model)
     evidence = _log_evidence(model, x, y)
@@ -204,7 +205,7 @@ def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> E
     if has_closed_form(guide, model) and model.likelihood.has_closed_form:
         priors = [model.normal_prior(name) for name in guide.weight_sites]
         if None not in priors:
-            moments = guide.moments(model.layer, h)
+            moments = exact_moments(model, guide, h)
             rows = with_noise(model.likelihood).expected_log_prob(y, moments)
             return Elbo(float(rows.sum() - kl(model, guide)), 0.0)
     assert draws.log_q is not None

@@ -9,6 +9,8 @@ from pyro.distributions import Categorical
 from torch import Tensor, nn
 
 from pyro_dak.draws import Draws, Posterior, as_guide
+from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.guides import GaussianGuide
 from pyro_dak.likelihoods import GaussianLikelihood, Likelihood
 from pyro_dak.model import DAK, evaluating
 from pyro_dak.prediction import has_closed_form
@@ -19,6 +21,7 @@ __all__ = [
     "cached_inputs",
     "checked_data",
     "draw_functions",
+    "exact_moments",
     "log_joint",
     "log_likelihood",
     "log_prior",
@@ -116,6 +119,11 @@ def predictive_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tens
     return torch.cat([p.sample() for p in _chunked_distributions(model, h, sites)])
 
 
+def exact_moments(model: DAK, guide: GaussianGuide, h: Tensor) -> FunctionMoments:
+    """q(f) at unit inputs h, with the layer in float64 as the guide and h are."""
+    return guide.moments(copy.deepcopy(model.layer).double(), h)
+
+
 class Response(NamedTuple):
     """E[y | f] over a posterior: its mean and standard deviation, and the mean of Var[y | f].
 
@@ -136,7 +144,7 @@ def response(model: DAK, posterior: Posterior, h: Tensor, draws: Draws) -> Respo
     """
     guide = as_guide(posterior, torch.float64)
     if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide, model):
-        moments = guide.moments(model.layer, h)
+        moments = exact_moments(model, guide, h)
         noise_var = model.likelihood.noise_scale.double().square().expand(moments.mean.shape)
         return Response(moments.mean, moments.var.sqrt(), noise_var)
     count, mean, squares, noise_var = 0, h.new_zeros(()), h.new_zeros(()), h.new_zeros(())

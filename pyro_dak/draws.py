@@ -49,6 +49,11 @@ class Draws:
         """Draws per chain."""
         return next(iter(self.sites.values())).shape[1]
 
+    @property
+    def is_point(self) -> bool:
+        """Whether all draws are the same, as those of a point estimate are."""
+        return all(bool((v == v[:1, :1]).all()) for v in self.sites.values())
+
     def flat(self) -> dict[str, Tensor]:
         """All chains in a row, each site `(S, *event)`."""
         return {name: value.flatten(0, 1) for name, value in self.sites.items()}

@@ -14,11 +14,11 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import HMC, MCMC, NUTS
-from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
 
+from pyro_dak.chains import effective_sample_size, split_r_hat
 from pyro_dak.densities import cached_inputs, checked_data, noise_scale
 from pyro_dak.draws import Draws
 from pyro_dak.model import DAK, evaluating
@@ -29,6 +29,8 @@ from pyro_dak.validation import check_integer, check_positive
 __all__ = ["MCMCRun", "run_hmc", "run_nuts"]
 
 _MAX_R_HAT = 1.05
+# Whitened coordinates have nearly unit masses; fewer draws than this estimate them worse.
+_MASS_WARMUP = 150
 
 
 @dataclass
@@ -50,7 +52,7 @@ class MCMCRun(Draws):
 
     def r_hat(self) -> dict[str, Tensor]:
         """Split r-hat of every element of every site, like its event; 1 is best."""
-        return {n: split_gelman_rubin(v) for n, v in self.sites.items()}
+        return {n: split_r_hat(v) for n, v in self.sites.items()}
 
     def effective_sample_size(self) -> dict[str, Tensor]:
         """Draws that would be worth as much if they were independent, like the event."""
@@ -130,6 +132,7 @@ def run_nuts(
     def kernel_fn(target: Target) -> NUTS:
         return NUTS(
             potential_fn=target,
+            adapt_mass_matrix=not whiten or warmup_steps >= _MASS_WARMUP,
             target_accept_prob=target_accept_prob,
             max_tree_depth=max_tree_depth,
         )
@@ -178,6 +181,7 @@ def run_hmc(
     def kernel_fn(target: Target) -> HMC:
         return HMC(
             potential_fn=target,
+            adapt_mass_matrix=not whiten or warmup_steps >= _MASS_WARMUP,
             trajectory_length=trajectory_length,
             target_accept_prob=target_accept_prob,
         )
@@ -307,7 +311,7 @@ def _warn_if_untrustworthy(run: MCMCRun) -> None:
             stacklevel=4,
         )
     r_hat = run.max_r_hat()
-    if r_hat > _MAX_R_HAT:
+    if not r_hat <= _MAX_R_HAT:
         warnings.warn(
             f"The largest r-hat is {r_hat:.2f}, above {_MAX_R_HAT}: the chains have not mixed. "
             "Raise `warmup_steps` and `num_samples`.",

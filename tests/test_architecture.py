@@ -17,7 +17,7 @@ TORCH_ONLY = [
     ("boards", "grids", "kernels", "optimization"),
     ("factors",),
     ("local",),
-    ("activation", "calibration", "importance", "metrics", "scaling"),
+    ("activation", "calibration", "chains", "importance", "metrics", "scaling"),
     ("gaussian",),
     ("additive",),
 ]
