@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, biject_to, constraints
+from torch.distributions import Distribution, constraints
 
+from pyro_dak.coordinates import Scales, find_whitening
 from pyro_dak.densities import noise_scale, with_noise
 from pyro_dak.likelihoods import GaussianLikelihood
 from pyro_dak.model import DAK
@@ -58,16 +59,20 @@ class Target:
         self._weight_priors = self._site_priors("mu", "linear", "z")
         self._check_supports()
         self._normal_prior = self._flat_normal_prior()
-        self._scales = _Scales(
+        self._scales = Scales(
             self._site_priors("global_shrinkage", "shrinkage") | self._extra_priors,
             self._current_scales(),
         )
-        self._log_lik_fn = self._reduced_log_lik() or self._log_lik
+        self._reduced = self._reduce()
+        self._log_lik_fn = self._log_lik if self._reduced is None else self._reduced_log_lik
         F, K = model.num_functions, self.design.shape[-1]
         self._loc = self.design.new_zeros(F, K)
         self._root = torch.eye(K, dtype=h.dtype, device=h.device).expand(F, K, K)
         if whiten:
-            self._loc, self._root = self._whitening()
+            self._loc, self._root = find_whitening(
+                self.design, self._prior_precision(), self._log_prior, self._row_log_lik
+            )
+        self._quadratic = self._quadratic_form()
 
     @property
     def num_weights(self) -> int:
@@ -78,7 +83,11 @@ class Target:
         """The potential at `params["position"]`, a scalar."""
         self.num_evaluations += 1
         position = params["position"]
-        weights = self._colour(position[: self.num_weights].view(self._loc.shape))
+        if self._quadratic is not None:
+            A, b, constant = self._quadratic
+            e = position.view(*self._loc.shape, 1)
+            return constant + 0.5 * (A @ e - b).square().sum()
+        weights = self._colour(position[: self.num_weights])
         scales, log_det = self._scales.constrain(position[self.num_weights :])
         return -(self._log_joint(weights, scales, self._log_lik_fn) + log_det)
 
@@ -101,8 +110,7 @@ class Target:
     @torch.no_grad()
     def sites(self, positions: Tensor) -> dict[str, Tensor]:
         """Sites of the model and the sampled scales from positions `(S, D)`, each `(S, *event)`."""
-        e = positions[:, : self.num_weights].unflatten(-1, self._loc.shape)
-        split = self.model.layer.split(self._colour(e))
+        split = self.model.layer.split(self._colour(positions[:, : self.num_weights]))
         sites = {"mu": split.mu, "linear": split.linear, "z": split.z}
         scales, _ = self._scales.constrain(positions[:, self.num_weights :])
         return {name: value for name, value in sites.items() if value is not None} | scales
@@ -118,8 +126,9 @@ class Target:
         return torch.stack(values)
 
     def _colour(self, e: Tensor) -> Tensor:
-        """w = loc + root e, `(..., F, K)`."""
-        return self._loc + (self._root @ e.unsqueeze(-1)).squeeze(-1)
+        """w = loc + root e, `(..., F, K)`, from the flat `(..., F K)`."""
+        groups = e.unflatten(-1, self._root.shape[:-1]).unsqueeze(-1)
+        return self._loc + (self._root @ groups).reshape(*e.shape[:-1], *self._loc.shape)
 
     def _log_joint(
         self, weights: Tensor, scales: Mapping[str, Tensor], log_lik_fn: _LogLikFn
@@ -164,26 +173,49 @@ class Target:
         return likelihood.distribution(f).log_prob(self.y)
 
     @torch.no_grad()
-    def _reduced_log_lik(self) -> _LogLikFn | None:
-        """The Gaussian log-likelihood through |y - Phi w|^2 = |Q^T y - R w|^2 + |y - Q Q^T y|^2."""
+    def _reduce(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """R, c and r of |y - Phi w|^2 = |c - R w|^2 + r for Gaussian noise.
+
+        With Phi = Q R: c = Q^T y and r = |y - Q c|^2, for each output, if there are rows to save.
+        """
         if not isinstance(self.model.likelihood, GaussianLikelihood):
             return None
-        N, K = self.design.shape
-        R, c, rest = self.design, self.y, torch.zeros_like(self.y[0])
-        if N > K:
-            Q, R = torch.linalg.qr(self.design)
-            c = Q.mT @ self.y  # (K, C)
-            rest = (self.y - Q @ c).square().sum(0)
-        own_noise = self._noise
-        assert own_noise is not None
+        if len(self.design) <= self.design.shape[-1]:
+            return self.design, self.y, torch.zeros_like(self.y[0])
+        Q, R = torch.linalg.qr(self.design)
+        c = Q.mT @ self.y  # (K, C)
+        return R, c, (self.y - Q @ c).square().sum(0)
 
-        def log_lik_fn(weights: Tensor, noise: Tensor | None) -> Tensor:
-            scale = (own_noise if noise is None else noise).expand(len(rest))
-            squares = (c - R @ weights.mT).square().sum(0) + rest  # (C,)
-            log_norm = N * (scale.log() + 0.5 * _LOG_2PI)
-            return -(0.5 * squares / scale.square() + log_norm).sum()
+    def _reduced_log_lik(self, weights: Tensor, noise: Tensor | None) -> Tensor:
+        assert self._reduced is not None
+        assert self._noise is not None
+        R, c, rest = self._reduced
+        scale = (self._noise if noise is None else noise).expand(len(rest))
+        squares = (c - R @ weights.mT).square().sum(0) + rest  # (C,)
+        log_norm = len(self.y) * (scale.log() + 0.5 * _LOG_2PI)
+        return -(0.5 * squares / scale.square() + log_norm).sum()
 
-        return log_lik_fn
+    @torch.no_grad()
+    def _quadratic_form(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """A `(F, J, K)`, b `(F, J, 1)` and k of the potential |A e - b|^2 / 2 + k.
+
+        For Gaussian noise, normal priors and nothing else to sample: likelihood and prior below
+        each other, both linear in the whitened weights.
+        """
+        if self._reduced is None or self._normal_prior is None or self._scales.priors:
+            return None
+        assert self._noise is not None
+        (R, c, _), (prior_loc, prior_scale, _) = self._reduced, self._normal_prior
+        noise = self._noise.expand(len(self._loc)).reshape(-1, 1, 1)
+        rows = [(R @ self._root) / noise, self._root / prior_scale.unsqueeze(-1)]
+        residual = c.mT - self._loc @ R.mT  # (F, J)
+        values = [
+            residual.unsqueeze(-1) / noise,
+            ((prior_loc - self._loc) / prior_scale).unsqueeze(-1),
+        ]
+        A, b = torch.cat(rows, -2), torch.cat(values, -2)
+        log_joint = self._log_joint(self._loc, {}, self._log_lik_fn)
+        return A, b, -log_joint - 0.5 * b.square().sum()
 
     def _site_priors(self, *names: str) -> dict[str, Any]:
         present = [name for name in names if name in self.model.site_shapes]
@@ -218,50 +250,6 @@ class Target:
         loc, scale = torch.cat(locs, -1), torch.cat(scales, -1)
         return loc, scale, -(scale.log() + 0.5 * _LOG_2PI).sum()
 
-    def _whitening(self, max_steps: int = 30, tolerance: float = 1e-6) -> tuple[Tensor, Tensor]:
-        """Mode and inverse root of the curvature of -log p(y, w), by damped Newton steps.
-
-        The curvature is block-diagonal over the functions, A = diag(1 / Var w) + Phi^T D Phi with
-        D = -d^2 log p(y_n | f_n) / d f_n^2. With A = L L^T the root is L^{-T}.
-        """
-        weights = self._loc
-        value, slope, factor = self._newton_terms(weights)
-        for _ in range(max_steps):
-            step = torch.cholesky_solve(slope.unsqueeze(-1), factor).squeeze(-1)
-            if float((step * slope).sum()) < tolerance:
-                break
-            for halving in range(20):
-                proposal = weights - step / 2**halving
-                new = self._newton_terms(proposal)
-                if float(new[0]) < float(value):
-                    weights, (value, slope, factor) = proposal, new
-                    break
-            else:
-                break
-        eye = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
-        root = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
-        return weights, root
-
-    def _newton_terms(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-log p(y, w), its gradient `(F, K)`, and Cholesky factors of the curvature."""
-        with torch.enable_grad():
-            w = weights.detach().requires_grad_()
-            log_prior = self._log_prior(w)
-            f = (self.design @ w.mT).detach().requires_grad_()
-            rows = self._row_log_lik(f)
-            (prior_slope,) = torch.autograd.grad(log_prior, w)
-            (row_slope,) = torch.autograd.grad(rows.sum(), f, create_graph=True)
-            columns = [
-                torch.autograd.grad(row_slope[:, c].sum(), f, retain_graph=True)[0][:, c]
-                for c in range(f.shape[-1])
-            ]
-        D = -torch.stack(columns).clamp(max=0)  # (F, N)
-        A = torch.stack([self.design.mT @ (d.unsqueeze(-1) * self.design) for d in D])
-        A = A + torch.diag_embed(self._prior_precision())
-        slope = -(prior_slope + row_slope.detach().mT @ self.design)
-        value = -(log_prior + rows.sum()).detach()
-        return value, slope, torch.linalg.cholesky(A)
-
     def _prior_precision(self) -> Tensor:
         """1 / Var of the weights `(F, K)`, one where the variance is infinite."""
         parts = []
@@ -270,40 +258,3 @@ class Target:
             parts.append(prior.variance.double().expand(shape).reshape(shape[0], -1))
         var = torch.cat(parts, -1)
         return torch.where(torch.isfinite(var), 1 / var, 1.0)
-
-
-class _Scales:
-    """Scales that are sampled, in unconstrained coordinates, one after the other.
-
-    Args:
-        priors: by name, all dimensions events.
-        current: values of the model to start at; others start where their coordinate is zero.
-    """
-
-    def __init__(self, priors: Mapping[str, Distribution], current: Mapping[str, Tensor]):
-        self.priors = dict(priors)
-        self._transforms = {name: biject_to(prior.support) for name, prior in priors.items()}
-        self._shapes = {
-            name: self._transforms[name].inverse_shape(prior.event_shape)
-            for name, prior in priors.items()
-        }
-        starts = []
-        for name, shape in self._shapes.items():
-            start = torch.zeros(shape, dtype=torch.float64)
-            if name in current:
-                value = self._transforms[name].inv(current[name].expand(priors[name].event_shape))
-                start = torch.where(torch.isfinite(value), value, 0.0)
-            starts.append(start.flatten())
-        self.start = torch.cat(starts) if starts else torch.zeros(0, dtype=torch.float64)
-
-    def constrain(self, flat: Tensor) -> tuple[dict[str, Tensor], Tensor | float]:
-        """Values by name and the log determinant of the map, from coordinates `(..., D)`."""
-        values: dict[str, Tensor] = {}
-        log_det: Tensor | float = 0.0
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        for (name, shape), part in zip(self._shapes.items(), flat.split(sizes, -1), strict=True):
-            coordinates = part.reshape(flat.shape[:-1] + shape)
-            transform = self._transforms[name]
-            values[name] = transform(coordinates)
-            log_det = log_det + transform.log_abs_det_jacobian(coordinates, values[name])
-        return values, log_det

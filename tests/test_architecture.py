@@ -17,7 +17,7 @@ TORCH_ONLY = [
     ("boards", "grids", "kernels", "optimization"),
     ("factors",),
     ("local",),
-    ("activation", "calibration", "chains", "importance", "metrics", "scaling"),
+    ("activation", "calibration", "chains", "coordinates", "importance", "metrics", "scaling"),
     ("gaussian",),
     ("additive",),
 ]
