@@ -2,6 +2,7 @@
 
 import math
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -9,7 +10,6 @@ from pyro.infer.mcmc.util import initialize_model
 from torch.testing import assert_close
 
 from pyro_dak import (
-    CategoricalLikelihood,
     GammaScalePrior,
     GaussianLikelihood,
     HorseshoePrior,
@@ -34,11 +34,11 @@ PRIORS = {
     "gamma": {"z": StudentTPrior(), "shrinkage": GammaScalePrior(2.0, 3.0)},
     "beta": {"shrinkage": dist.Beta(torch.tensor(2.0), torch.tensor(3.0))},
 }
-RATES = {"fewer rows than weights": 5, "more rows than weights": 30}
 
 
-@pytest.mark.parametrize("num_rows", RATES.values(), ids=RATES)
-@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize(
+    ("whiten", "num_rows"), [(False, 5), (True, 5), (True, 30)], ids=str
+)  # fewer rows than weights, and more
 @pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "heteroscedastic", "poisson"])
 def test_potential_is_that_of_the_pyro_model(likelihood, prior, whiten, num_rows):
@@ -90,18 +90,22 @@ def test_whitened_regression_is_a_standard_normal():
 
 
 def within_monte_carlo_error(run, fit):
-    """Distances of means and sds from the truth, in their standard errors, over all weights."""
+    """Largest distances of means and variances from a Gaussian truth, in their standard errors.
+
+    Of n independent draws the mean has variance sd^2 / n, and the mean of squares 2 sd^4 / n.
+    """
     names = [name for name in ("mu", "linear", "z") if name in run.sites]
     parts = [run.sites[n].flatten(3) if n == "z" else run.sites[n].unsqueeze(-1) for n in names]
     draws = torch.cat(parts, -1).flatten(2)  # (chains, draws, W)
     mean_se = fit.sd / effective_sample_size(draws).sqrt()
     squares = (draws - fit.mean).square()
-    var_se = squares.flatten(0, 1).std(0) / effective_sample_size(squares).sqrt()
+    var_se = fit.sd.square() * (2 / effective_sample_size(squares)).sqrt()
     mean_error = (draws.flatten(0, 1).mean(0) - fit.mean) / mean_se
     sd_error = (squares.flatten(0, 1).mean(0) - fit.sd.square()) / var_se
     return mean_error.abs().max(), sd_error.abs().max()
 
 
+@pytest.mark.usefixtures("no_type_checker")
 def test_nuts_agrees_with_the_exact_posterior():
     """49 weights; means and variances within four Monte Carlo standard errors."""
     case = scenarios.gaussian_regression(num_outputs=1, num_units=16, level=2, num_rows=60)
@@ -116,16 +120,18 @@ def test_nuts_agrees_with_the_exact_posterior():
     assert run.max_r_hat() < 1.05
 
 
+@pytest.mark.usefixtures("no_type_checker")
 def test_hmc_agrees_with_the_exact_posterior():
     case = scenarios.gaussian_regression(num_rows=30)
-    run = run_hmc(case.model, case.x, case.y, 600, 150, progress=False)
+    run = run_hmc(case.model, case.x, case.y, 400, 100, progress=False)
     fit = gaussian_fit(case.model, exact_posterior(case.model, case.x, case.y))
     assert max(within_monte_carlo_error(run, fit)) < 4
 
 
+@pytest.mark.usefixtures("no_type_checker")
 def test_nuts_without_whitening_has_the_same_posterior():
     case = scenarios.gaussian_regression(num_outputs=1, num_units=1)
-    run = run_nuts(case.model, case.x, case.y, 500, 200, whiten=False, progress=False)
+    run = run_nuts(case.model, case.x, case.y, 300, 100, whiten=False, progress=False)
     fit = gaussian_fit(case.model, exact_posterior(case.model, case.x, case.y))
     assert max(within_monte_carlo_error(run, fit)) < 4
 
@@ -143,20 +149,22 @@ def importance_moments(case, num_draws=200_000):
     return mean, se
 
 
+@pytest.mark.usefixtures("no_type_checker")
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_nuts_of_classes_agrees_with_importance_sampling(likelihood):
     case = scenarios.make(likelihood, num_units=1, level=1, num_outputs=2, num_rows=6)
-    run = run_nuts(case.model, case.x, case.y, 800, 200, progress=False)
+    run = run_nuts(case.model, case.x, case.y, 400, 150, progress=False)
     mean, se = importance_moments(case)
     error = (run.standard_error()["mu"].square() + se.square()).sqrt()
     assert ((run.flat()["mu"].mean(0) - mean).abs() < 4 * error).all()
 
 
+@pytest.mark.usefixtures("no_type_checker")
 def test_sampled_noise_has_the_posterior_of_the_evidence():
     """p(noise | y) ~ p(noise) p(y | noise), with the evidence in closed form, on a grid."""
     case = scenarios.gaussian_regression(num_outputs=1, num_rows=12)
     prior = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
-    run = run_nuts(case.model, case.x, case.y, 800, 200, noise_prior=prior, progress=False)
+    run = run_nuts(case.model, case.x, case.y, 400, 150, noise_prior=prior, progress=False)
     log_noise = torch.linspace(-2.5, 1.5, 81)
     log_density = []
     for value in log_noise:
@@ -165,7 +173,7 @@ def test_sampled_noise_has_the_posterior_of_the_evidence():
         log_density.append(log_evidence + prior.log_prob(value.exp()) + value)
     weights = torch.stack(log_density).softmax(0)
     sampled = run.sites["noise_scale"].log()
-    assert sampled.shape == (1, 800)
+    assert sampled.shape == (1, 400)
     mean = (weights * log_noise).sum()
     se = sampled.std() / effective_sample_size(sampled).sqrt()
     assert abs(sampled.mean() - mean) < 4 * se
@@ -175,6 +183,7 @@ def test_sampled_noise_has_the_posterior_of_the_evidence():
 
 
 @pytest.mark.filterwarnings("ignore:.*(diverged|r-hat).*:UserWarning")
+@pytest.mark.usefixtures("no_type_checker")
 @pytest.mark.parametrize("prior", list(PRIORS.values())[1:], ids=list(PRIORS)[1:])
 def test_priors_are_swapped_under_nuts(prior):
     case = scenarios.make("gaussian", num_outputs=1, prior=prior)
@@ -184,6 +193,7 @@ def test_priors_are_swapped_under_nuts(prior):
         case.y,
         20,
         20,
+        max_tree_depth=4,
         unit_scale_prior=dist.LogNormal(torch.tensor(0.0), torch.tensor(0.3)),
         progress=False,
     )
@@ -247,12 +257,13 @@ def test_runs_that_cannot_be_trusted_warn():
         _warn_if_untrustworthy(run)
 
 
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
 def test_single_precision_models_are_sampled():
     torch.set_default_dtype(torch.float32)
     case = scenarios.make("categorical", num_outputs=3, num_rows=30)
-    run = run_nuts(case.model, case.x, case.y, 100, 100, progress=False)
+    run = run_nuts(case.model, case.x, case.y, 100, 50, progress=False)
     assert run.sites["z"].dtype == torch.float64
-    assert run.max_r_hat() < 1.05 or math.isfinite(run.max_r_hat())
+    assert run.max_r_hat() < 1.1
 
 
 def test_bad_requests_are_refused():
@@ -272,8 +283,7 @@ def test_bad_requests_are_refused():
 
 def test_a_density_that_is_nowhere_finite_is_reported():
     case = scenarios.make("categorical", num_outputs=3)
-    case.model.likelihood = CategoricalLikelihood()
     target = Target(case.model, case.h.detach(), case.y, whiten=False)
     target.design.fill_(math.nan)
-    with pytest.raises(ValueError, match="not finite at 2 starts"):
+    with pyro.validation_enabled(False), pytest.raises(ValueError, match="not finite at 2 starts"):
         target.initial_position(torch.Generator(), max_tries=2)
