@@ -227,9 +227,9 @@ def plot_reliability(
     ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
     for (name, values), color in zip(named.items(), _colors(len(named)), strict=True):
         curve = reliability_curve(y, values, num_bins)
-        sizes = 12 + 120 * curve.num_rows / curve.num_rows.sum()
-        ax.plot(curve.confidence, curve.accuracy, color=color, lw=1.4, label=name or None)
-        ax.scatter(curve.confidence, curve.accuracy, s=sizes, color=color, lw=0)
+        confidence, accuracy, rows = (_numpy(part) for part in curve)
+        ax.plot(confidence, accuracy, color=color, lw=1.4, label=name or None)
+        ax.scatter(confidence, accuracy, s=12 + 120 * rows / rows.sum(), color=color, lw=0)
     if any(named):
         _legend(ax)
     return _style(ax, None, "confidence", "accuracy")
@@ -243,7 +243,7 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     ax = _axes(ax)
     values = pit.flatten().double().cpu()
     counts = torch.histc(values, num_bins, 0.0, 1.0)
-    _bars(ax, counts, float(len(values)) / num_bins, len(values))
+    _bars(ax, counts, len(values) / num_bins)
     return _style(ax, None, "PIT", "rows")
 
 
@@ -254,8 +254,8 @@ def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
     levels = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
     for (name, values), color in zip(named.items(), _colors(len(named)), strict=True):
-        curve = coverage_curve(values.double(), levels.to(values.device)).cpu()
-        ax.plot(levels, curve, color=color, lw=1.6, label=name or None)
+        curve = coverage_curve(values.double(), levels.to(values.device))
+        ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name or None)
     if any(named):
         _legend(ax)
     return _style(ax, None, "level of the interval", "coverage")
@@ -297,7 +297,7 @@ def plot_sbc(
     axes = _axes(axes, len(chosen), (2.8, 2.6))
     flat = [axes] if len(chosen) == 1 and not isinstance(axes, Sequence) else list(axes)
     for ax, name in zip(flat, chosen, strict=True):
-        _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins, len(result.ranks))
+        _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
         _style(ax, name, "rank of the truth", "simulations" if ax is flat[0] else "")
     return axes
 
@@ -305,21 +305,21 @@ def plot_sbc(
 def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
     """k-hat of every row of a leave-one-out result; those above 0.7 in red."""
     ax = _axes(ax)
-    k = left_out.k_hat.cpu().clamp(min=-1, max=2)
-    rows, is_bad = torch.arange(len(k)), k > 0.7
+    k = _numpy(left_out.k_hat.clamp(min=-1, max=2))
+    rows, is_bad = _numpy(torch.arange(len(k))), k > 0.7
     ax.axhline(0.7, color=_MUTED, lw=0.9, ls="--")
     for part, color in ((~is_bad, PALETTE[0]), (is_bad, PALETTE[1])):
         ax.plot(rows[part], k[part], "o", ms=3, mew=0, color=color)
     return _style(ax, None, "row", "k-hat")
 
 
-def _bars(ax: Any, counts: Tensor, expected: float, total: int) -> None:
+def _bars(ax: Any, counts: Tensor, expected: float) -> None:
     """Bars over [0, 1] with the range that 99 % of binomial counts stay in."""
     num_bins = len(counts)
     spread = 2.576 * math.sqrt(expected * (1 - 1 / num_bins))
     ax.axhspan(max(expected - spread, 0), expected + spread, color=_RULE, alpha=0.6, lw=0, zorder=0)
     centres = (torch.arange(num_bins) + 0.5) / num_bins
-    ax.bar(centres, counts.cpu(), width=0.94 / num_bins, color=PALETTE[0], alpha=0.85)
+    ax.bar(_numpy(centres), _numpy(counts), width=0.94 / num_bins, color=PALETTE[0], alpha=0.85)
     ax.axhline(expected, color=_MUTED, lw=0.9)
 
 
