@@ -293,6 +293,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _plain(value: Any) -> Any:
+    """JSON has no infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def run_problem(name: str, effort: Effort, seed: int, out: Path) -> str:
     """All posteriors of one problem; writes its json and figures, returns its part of the table."""
     torch.manual_seed(seed)
@@ -312,17 +317,15 @@ def run_problem(name: str, effort: Effort, seed: int, out: Path) -> str:
     comparison = compare_posteriors(
         model, posteriors, x, y, x_new=problem.x_test, num_samples=effort.num_draws
     )
-    rows: list[dict[str, Any]] = [
-        row
-        | score(problem, posteriors[str(row["posterior"])], effort)
-        | {"seconds": seconds[str(row["posterior"])]}
-        for row in comparison.summary()
-    ]
+    rows: list[dict[str, Any]] = []
+    for row in comparison.summary():
+        key = str(row["posterior"])
+        rows.append(row | score(problem, posteriors[key], effort) | {"seconds": seconds[key]})
     words = {key: str(summary(model, p, x, y)) for key, p in posteriors.items() if key in DRAWN}
     write_json(
         out / f"{name}.json",
         {
-            "rows": rows,
+            "rows": [{key: _plain(value) for key, value in row.items()} for row in rows],
             "reference": comparison.reference,
             "log_evidence": comparison.log_evidence,
             "nuts": run.report().splitlines(),
