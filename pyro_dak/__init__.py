@@ -1,7 +1,9 @@
 """Deep additive kernels in Pyro: a network whose last layer is an additive Gaussian process."""
 
 from pyro_dak.activation import KernelActivation
+from pyro_dak.arviz_export import to_arviz
 from pyro_dak.checkpoint import CheckpointError, load, save
+from pyro_dak.comparison import compare_posteriors
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.kernels import LaplaceKernel, MaternKernel, RBFKernel
@@ -13,6 +15,7 @@ from pyro_dak.likelihoods import (
     PoissonLikelihood,
     StudentTLikelihood,
 )
+from pyro_dak.mcmc import run_nuts
 from pyro_dak.model import DAK
 from pyro_dak.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.posterior import exact_posterior
@@ -53,13 +56,16 @@ __all__ = [
     "StudentTPrior",
     "TrainingError",
     "UnitBlockGuide",
+    "compare_posteriors",
     "components",
     "exact_posterior",
     "fit",
     "load",
     "predict",
+    "run_nuts",
     "sample_functions",
     "save",
+    "to_arviz",
 ]
 
 __version__ = "0.1.0"

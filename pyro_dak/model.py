@@ -173,16 +173,17 @@ class DAK(PyroModule):
         """Sample every latent site from its prior."""
         values: dict[str, Tensor] = {}
         for name in self.site_shapes:
-            prior = self.prior_distribution(name, like)
-            if name == "shrinkage" and "global_shrinkage" in values:
-                scale = (
-                    values["global_shrinkage"]
-                    .unsqueeze(-1)
-                    .expand(*values["global_shrinkage"].shape, self.num_units)
-                )
-                prior = dist.HalfCauchy(scale).to_event(1)
-            values[name] = pyro.sample(name, prior)
+            values[name] = pyro.sample(name, self.conditional_prior(name, values, like))
         return values
+
+    def conditional_prior(
+        self, name: str, values: Mapping[str, Tensor], like: Tensor
+    ) -> dist.Distribution:
+        """Prior of a site given the sites before it, of which only the horseshoe's matters."""
+        if name != "shrinkage" or "global_shrinkage" not in values:
+            return self.prior_distribution(name, like)
+        scale = values["global_shrinkage"].unsqueeze(-1)
+        return dist.HalfCauchy(scale.expand(*scale.shape[:-1], self.num_units)).to_event(1)
 
     def prior_distribution(self, name: str, like: Tensor) -> dist.Distribution:
         """Prior of a site, in the dtype and on the device of `like`."""

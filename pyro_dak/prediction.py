@@ -35,6 +35,7 @@ __all__ = [
     "has_closed_form",
     "predict",
     "sample_functions",
+    "trace_draws",
 ]
 
 
@@ -173,7 +174,7 @@ def function_moments(
     return moments._replace(var=moments.var + model.residual_variance(h))
 
 
-def has_closed_form(guide: nn.Module, model: DAK) -> TypeGuard[GaussianGuide]:
+def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
     """Whether q(f) is known without draws."""
     return isinstance(guide, GaussianGuide) and not model.has_shrinkage
 
@@ -186,15 +187,20 @@ def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> d
         num_samples: S.
         x: inputs, for guides that ask for arguments.
     """
-    arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
-    with pyro.plate("draws", num_samples, dim=-2):
-        trace = poutine.trace(guide).get_trace(*arguments)
+    trace = trace_draws(guide, num_samples, x)
     sites = {
         name: site["value"]
         for name, site in trace.nodes.items()
         if site["type"] == "sample" and not site["is_observed"]
     }
     return {name: value for name, value in sites.items() if value.dim() and name != "draws"}
+
+
+def trace_draws(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> poutine.Trace:
+    """A trace of the guide in a plate of draws, the second dimension from the right."""
+    arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
+    with pyro.plate("draws", num_samples, dim=-2):
+        return poutine.trace(guide).get_trace(*arguments)
 
 
 def predict(

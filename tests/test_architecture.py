@@ -17,7 +17,7 @@ TORCH_ONLY = [
     ("boards", "grids", "kernels", "optimization"),
     ("factors",),
     ("local",),
-    ("activation", "metrics", "scaling"),
+    ("activation", "calibration", "chains", "coordinates", "importance", "metrics", "scaling"),
     ("gaussian",),
     ("additive",),
 ]
@@ -32,9 +32,11 @@ WITH_PYRO = [
     ("history",),
     ("loop",),
     ("training",),
-    ("mcmc",),
-    ("diagnostics",),
-    ("plots",),
+    ("draws",),
+    ("densities",),
+    ("potential", "weight_fits"),
+    ("arviz_export", "checks", "comparison", "mcmc", "sbc"),
+    ("diagnostics", "plots"),
     ("estimators",),
     ("cli",),
 ]

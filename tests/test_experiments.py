@@ -12,7 +12,8 @@ import typer
 from torch.testing import assert_close
 from typer.testing import CliRunner
 
-from experiments import datasets, toy, uci, uci_report
+import guides
+from experiments import datasets, hmc, toy, uci, uci_report
 from experiments.datasets import DataError, find_file, load_regression
 from models._recipe import Recipe
 
@@ -63,6 +64,19 @@ def test_toy_scores_of_a_perfect_prediction():
     half = 1.959964 * prediction.epistemic.sqrt()
     covered = (draw.f_test - prediction.mean).abs() <= half
     assert scores["coverage_inside"] == pytest.approx(covered[inside].float().mean().item())
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+@pytest.mark.parametrize("problem", hmc.PROBLEMS)
+def test_hmc_runs_end_to_end(problem, tmp_path):
+    output = invoke(hmc.main, "--quick", "--problem", problem, "--out", tmp_path)
+    content = json.loads((tmp_path / f"{problem}.json").read_text())
+    expected = {*guides.names(), "NUTS"} | ({"exact"} if problem != "digits" else set())
+    assert {row["posterior"] for row in content["rows"]} == expected
+    assert (content["log_evidence"] is None) == (problem == "digits")
+    assert (tmp_path / f"{problem}-weights.png").stat().st_size > 0
+    assert f"## {problem}" in (tmp_path / "table.md").read_text()
+    assert "| NUTS |" in output
 
 
 def test_uci_runs_end_to_end_and_resumes(tmp_path):
