@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 PALETTE = ("#1b4965", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#6e7781")
+_DASHES: tuple[Any, ...] = ((0, (5, 2)), (0, (2, 1.5)), (0, (5, 1.5, 1, 1.5)))
 _INK, _MUTED, _RULE = "#24292f", "#57606a", "#d0d7de"
 
 
@@ -87,8 +88,9 @@ def plot_predictive_band(
 ) -> Any:
     """Mean of a function of one input with its band, for one posterior or for several overlaid.
 
-    The band is mean +- q sd with q the normal quantile of `level`: shaded for E[y | f], what the
-    posterior does not know, and with dotted edges for y itself.
+    The band is mean +- q sd with q the normal quantile of `level`, of E[y | f], what the posterior
+    does not know, and with dotted edges of y itself. Of several the last is shaded, the reference,
+    and the others are lines on it.
 
     Args:
         model: of one input, x `(N, 1)`.
@@ -107,22 +109,28 @@ def plot_predictive_band(
     ax = _axes(ax)
     quantile, h, grid = _normal_quantile(level), cached_inputs(model, x), _numpy(x[:, 0])
     named = _by_name(posteriors)
-    for (name, posterior), color in zip(named.items(), _colors(len(named)), strict=True):
+    for i, (name, posterior) in enumerate(named.items()):
         draws = draw_posterior(model, posterior, num_samples=2000, x=x, seed=0)
         mean, sd, noise_var = (
             _numpy(part[:, output]) for part in response(model, posterior, h, draws)
         )
+        is_last = i == len(named) - 1
+        style = {
+            "color": PALETTE[0 if is_last else 1 + i % 5],
+            "ls": "-" if is_last else _DASHES[i % 3],
+        }
+        style["zorder"] = 2.0 if is_last else 2.5
+        ax.plot(grid, mean, lw=1.8, label=name or f"mean, {level:.0%} band", **style)
         low, high = mean - quantile * sd, mean + quantile * sd
-        alpha = 0.22 if len(named) == 1 else 0.13
-        ax.fill_between(grid, low, high, color=color, alpha=alpha, lw=0)
-        ax.plot(grid, mean, color=color, lw=1.8, label=name or f"mean, {level:.0%} band")
-        if len(named) > 1:
-            ax.plot(grid, low, color=color, lw=0.8)
-            ax.plot(grid, high, color=color, lw=0.8)
+        if is_last:
+            ax.fill_between(grid, low, high, color=style["color"], alpha=0.18, lw=0)
+        else:
+            ax.plot(grid, low, lw=1.0, **style)
+            ax.plot(grid, high, lw=1.0, **style)
         if noise and not isinstance(model.likelihood, CategoricalLikelihood):
             edge = quantile * (sd**2 + noise_var) ** 0.5
             for end in (mean - edge, mean + edge):
-                ax.plot(grid, end, color=color, lw=0.9, ls=(0, (1, 2)))
+                ax.plot(grid, end, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
     if truth is not None:
         ax.plot(
             grid,
