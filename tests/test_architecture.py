@@ -18,7 +18,7 @@ TORCH_ONLY = [
     ("factors",),
     ("local",),
     ("activation", "metrics", "scaling"),
-    ("gaussian",),
+    ("gaussian", "stacked"),
     ("additive",),
 ]
 WITH_PYRO = [
@@ -28,14 +28,16 @@ WITH_PYRO = [
     ("guides",),
     ("objectives", "posterior"),
     ("config", "data", "prediction"),
-    ("checkpoint", "loss"),
-    ("history",),
-    ("loop",),
+    ("checkpoint", "loss", "mixtures"),
+    ("ensembles", "history"),
+    ("ensemble_training", "loop"),
     ("training",),
     ("mcmc",),
     ("diagnostics",),
     ("plots",),
+    ("estimator_base",),
     ("estimators",),
+    ("tables",),
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(TORCH_ONLY + WITH_PYRO) for name in names}
