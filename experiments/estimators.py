@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from experiments.datasets import load_regression
 from experiments.results import git_commit, read_json, read_runs, write_json
 from pyro_dak.ensemble_training import Rows, TrainingPlan, train
-from pyro_dak.estimator_base import default_batch_size, default_epochs, held_out_rows, without
+from pyro_dak.estimator_rows import default_batch_size, default_epochs, held_out_rows, without
 from pyro_dak.estimators import DAKRegressor
 from pyro_dak.mixtures import StudentPrediction, fit_student
 from pyro_dak.validation import check_choice

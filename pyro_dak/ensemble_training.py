@@ -129,8 +129,8 @@ class _Steps:
         self.parameters = [*network, *last_layer]
         self.optimizer = build_optimizer(
             "adamw",
-            network,  # type: ignore[arg-type]
-            last_layer,  # type: ignore[arg-type]
+            network,
+            last_layer,
             plan.learning_rate,
             plan.learning_rate,
             plan.weight_decay,

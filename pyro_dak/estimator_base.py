@@ -1,9 +1,10 @@
 """What `DAKRegressor` and `DAKClassifier` share: parameters, scaling, training, prediction."""
 
-import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,22 +21,28 @@ from tqdm.auto import tqdm
 
 from pyro_dak.ensemble_training import Rows, TrainingPlan, train
 from pyro_dak.ensembles import Ensemble, Member
+from pyro_dak.estimator_files import read_estimator, write_estimator
+from pyro_dak.estimator_rows import (
+    FEW_ROWS,
+    Array,
+    chunks,
+    default_batch_size,
+    default_epochs,
+    held_out_rows,
+    scales,
+    without,
+)
 from pyro_dak.gaussian import FunctionMoments
 from pyro_dak.guides import MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
 from pyro_dak.model import DAK
 from pyro_dak.validation import check_integer, check_positive
 
-__all__ = ["Array", "TableEstimator", "scales"]
+__all__ = ["TableEstimator"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-# With fewer rows than this, one held-out part is too small to calibrate on: several are used.
-_FEW_ROWS = 2000
 _NUM_FOLDS = 5
 # With fewer rows than this none are held out.
 _LEAST_ROWS = 20
-_CHUNK = 8192
 
 
 class TableEstimator(BaseEstimator):
@@ -164,7 +171,7 @@ class TableEstimator(BaseEstimator):
         model.input_shape = (self.n_features_in_,)
         return model, MeanFieldGuide(model, init_scale=0.1)
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Train on a table.
 
         Args:
@@ -183,7 +190,27 @@ class TableEstimator(BaseEstimator):
         self._fit_rows(self._rows(X, y, weights), start)
         return self
 
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Self:
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the fitted estimator to a directory of safetensors and JSON; returns its path.
+
+        Args:
+            path: a new directory; an existing one is replaced only with `overwrite`, and only if
+                it holds a saved model.
+            overwrite: whether an existing model may be replaced.
+        """
+        check_is_fitted(self)
+        return write_estimator(self, path, overwrite, None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Any:
+        """The estimator that `save` wrote; reading it runs no code of its author.
+
+        Raises:
+            CheckpointError: naming the file and what is wrong with it.
+        """
+        return read_estimator(path, {cls.__name__: cls})[0]
+
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
         """One pass over these rows, counted as a sample of all rows seen so far."""
         self._check_parameters()
         is_first = not hasattr(self, "ensemble_")
@@ -241,7 +268,7 @@ class TableEstimator(BaseEstimator):
             self.ensemble_ = start or self._build(E, seed)
             self.history_ = train(self.ensemble_, rows, plan)
             return
-        is_small = N < _FEW_ROWS
+        is_small = N < FEW_ROWS
         refit = (E == 1 or is_small) if self.refit is None else self.refit
         refit = refit and start is None
         first = start or self._build(max(E, _NUM_FOLDS) if is_small and refit else E, seed)
@@ -287,49 +314,3 @@ class TableEstimator(BaseEstimator):
             x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
             with torch.no_grad():
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
-
-
-def chunks(num_rows: int) -> list[slice]:
-    """Slices that cover the rows."""
-    return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
-
-
-def scales(values: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted mean and standard deviation of every column; 1 where a column is constant."""
-    total = weights.sum()
-    mean = np.einsum("n,nd->d", weights, values, dtype=np.float64) / total
-    var = np.zeros(values.shape[1])
-    for rows in chunks(len(values)):
-        var += np.einsum("n,nd->d", weights[rows], (values[rows] - mean) ** 2)
-    scale = np.sqrt(var / total)
-    is_constant = scale <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
-    return mean, np.where(is_constant, 1.0, scale)
-
-
-def default_batch_size(num_rows: int) -> int:
-    """128 rows for small tables, more where there are more."""
-    return 128 if num_rows < _FEW_ROWS else 256 if num_rows < 10_000 else 512
-
-
-def default_epochs(num_rows: int) -> int:
-    """200 up to 10,000 rows, then fewer, so that the number of steps grows slowly; at least 10."""
-    return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
-
-
-def held_out_rows(num_rows: int, num_members: int, fraction: float, seed: int) -> Tensor:
-    """Row numbers that each member does not train on, `(E, n)`: parts that differ as far as can be.
-
-    The parts follow each other in a random order of the rows, and start over at its end.
-    """
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    n = min(max(1, round(fraction * num_rows)), num_rows - 1)
-    positions = torch.arange(num_members).unsqueeze(-1) * n + torch.arange(n)
-    return order[positions % num_rows]
-
-
-def without(rows: Rows, held_out: Tensor) -> Rows:
-    """Rows for each member without those held out from it; those held out from all are dropped."""
-    weights = rows.weights.expand(len(held_out), -1).clone()  # (E, N)
-    weights.scatter_(1, held_out, 0.0)
-    keep = (weights > 0).any(0)
-    return Rows(rows.x[keep], rows.y[keep], weights[:, keep])

@@ -1,7 +1,7 @@
 """`DAKRegressor` and `DAKClassifier`: deep additive kernels as scikit-learn estimators."""
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 
 from pyro_dak.ensembles import Ensemble
-from pyro_dak.estimator_base import Array, TableEstimator, scales
+from pyro_dak.estimator_base import TableEstimator
+from pyro_dak.estimator_rows import Array, scales
 from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.likelihoods import (
     CategoricalLikelihood,
@@ -113,7 +114,7 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """One pass over more rows, after `fit` or from nothing; scales are those of the first call.
 
         Nothing is held out, so that the calibration stays as `fit` found it, or at 1.
@@ -196,7 +197,7 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         calibration_: temperature of the probabilities, found on held-out rows.
     """
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Any:
         """One pass over more rows, after `fit` or from nothing.
 
         Args:
@@ -268,7 +269,8 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable label of each row, `(N,)`."""
-        return self.classes_[self.predict_proba(X).argmax(-1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(-1)]
 
 
 def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Tensor]:

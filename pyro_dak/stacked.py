@@ -28,10 +28,12 @@ class _Moments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, table: Tensor, delta: float, num_nodes: int
+    ) -> tuple[Tensor, Tensor]:
         E, P, N = x.shape
         num_functions, num_intervals = table.shape[1], table.shape[-1]
-        inside = x.clamp(1, num_intervals + 1)
+        inside = x.clamp(1, num_nodes)
         j = inside.floor().clamp_(max=num_intervals)
         offset = num_intervals * torch.arange(E * P, device=x.device, dtype=torch.long) - 1
         index = (j.long().view(E * P, N) + offset.unsqueeze(-1)).view(-1)
@@ -49,7 +51,7 @@ class _Moments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         index, picked, w0, w1, w00, w11, w01, slope0, slope1 = ctx.saved_tensors
         grad_mean, grad_var = grad_mean.unsqueeze(-2), grad_var.unsqueeze(-2)  # (F, E, 1, N)
         parts = [_dot(grad_mean, picked[k]) for k in (0, 1)]
@@ -58,7 +60,7 @@ class _Moments(torch.autograd.Function):
         to_w1 = parts[1].addcmul_(2 * w1, parts[3]).addcmul_(2 * w0, parts[4])
         grad_x = (to_w0 * slope0).addcmul_(to_w1, slope1)
         if not ctx.needs_input_grad[1]:
-            return grad_x, None, None
+            return grad_x, None, None, None
         source = torch.empty_like(picked)
         for k, w in enumerate((w0, w1, w00, w11, w01)):
             torch.mul(grad_mean if k < 2 else grad_var, w, out=source[k])
@@ -66,7 +68,7 @@ class _Moments(torch.autograd.Function):
         grad_table = source.new_zeros(5 * shape[1], math.prod(shape[2:]))
         rows = index.expand(len(grad_table), -1)
         grad_table.scatter_add_(1, rows, source.view(len(grad_table), -1))
-        return grad_x, grad_table.view(shape), None
+        return grad_x, grad_table.view(shape), None, None
 
 
 def _dot(grad: Tensor, values: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def stacked_moments(
     """
     low, spacing = activation.grid.bounds[0], activation.grid.spacing
     table = _interval_table(activation.node_moments(loc, var))
-    return _Moments.apply((h - low) / spacing, table, activation.delta)
+    return _Moments.apply((h - low) / spacing, table, activation.delta, activation.num_inducing)
 
 
 def _interval_table(nodes: NodeMoments) -> Tensor:

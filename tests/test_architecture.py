@@ -35,9 +35,10 @@ WITH_PYRO = [
     ("mcmc",),
     ("diagnostics",),
     ("plots",),
+    ("estimator_files", "estimator_rows", "table_files"),
     ("estimator_base",),
     ("estimators",),
-    ("tables",),
+    ("cli_scores", "tables"),
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(TORCH_ONLY + WITH_PYRO) for name in names}
