@@ -244,7 +244,7 @@ class TableEstimator(BaseEstimator):
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if not weights.sum() > 0:
-            raise ValueError("`sample_weight` must be positive for at least one row.")
+            raise ValueError("Sample weights must contain at least one non-zero number.")
         is_used = weights > 0
         return (X, y, weights) if is_used.all() else (X[is_used], y[is_used], weights[is_used])
 

@@ -20,7 +20,7 @@ from pyro_dak.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.mixtures import ClassMixture, StudentPrediction, fit_student
+from pyro_dak.mixtures import ClassMixture, StudentPrediction, covering_scale, fit_student
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
@@ -143,10 +143,17 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         return 0.5 * ((factor * var).log() + residuals / factor).sum(-1)
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """The scale and tails that make the residuals of held-out rows most probable."""
+        """The scale and tails that make the residuals of held-out rows most probable.
+
+        For a single member the scale is raised, if need be, until intervals of 95 % cover that
+        share of these rows; the spread of several members widens theirs anyway.
+        """
         mean, var = _normal(ensemble, moments)
         residuals = ((y - mean) / var.sqrt()).double().cpu().numpy()
         self.calibration_, self.tail_df_ = fit_student(residuals)
+        if self.ensemble_size == 1:
+            covering = covering_scale(residuals, self.tail_df_)
+            self.calibration_ = max(self.calibration_, covering)
 
     def _reset_calibration(self) -> None:
         self.calibration_, self.tail_df_ = 1.0, math.inf

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 from scipy.special import entr, ndtri, stdtrit
 
-__all__ = ["ClassMixture", "StudentPrediction", "fit_student", "student_log_density"]
+__all__ = [
+    "ClassMixture",
+    "StudentPrediction",
+    "covering_scale",
+    "fit_student",
+    "student_log_density",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -103,6 +109,18 @@ def fit_student(r: Array) -> tuple[float, float]:
         log_density = student_log_density(np.sqrt(squares / s2), df).mean() - 0.5 * math.log(s2)
         best = max(best, (float(log_density), s2, df))
     return best[1], best[2]
+
+
+def covering_scale(r: Array, df: float, level: float = 0.95) -> float:
+    """Least scale^2 with which central t intervals of this level cover that share of r.
+
+    The share is counted with one more residual, larger than all, as in conformal prediction.
+    """
+    sizes = np.sort(np.abs(r).ravel())
+    rank = min(math.ceil(level * (len(sizes) + 1)), len(sizes)) - 1
+    tail = (1 + level) / 2
+    unit = ndtri(tail) if math.isinf(df) else stdtrit(df, tail)
+    return float((sizes[rank] / unit) ** 2)
 
 
 @dataclass(frozen=True)
