@@ -24,9 +24,15 @@ from torch import Tensor, nn
 from experiments.datasets import load_regression
 from experiments.results import git_commit, read_json, read_runs, write_json
 from pyro_dak.ensemble_training import Rows, TrainingPlan, train
-from pyro_dak.estimator_rows import default_batch_size, default_epochs, held_out_rows, without
+from pyro_dak.estimator_rows import (
+    FEW_ROWS,
+    default_batch_size,
+    default_epochs,
+    held_out_rows,
+    without,
+)
 from pyro_dak.estimators import DAKRegressor
-from pyro_dak.mixtures import StudentPrediction, fit_student
+from pyro_dak.mixtures import StudentPrediction, covering_scale, fit_student
 from pyro_dak.validation import check_choice
 
 # Small sets first; the last three are large and get two splits.
@@ -114,8 +120,8 @@ class MLPRegressor:
 
     def calibrate(self) -> None:
         """Scale and tails from networks of the same kind that did not see the held-out rows."""
-        few = len(self.rows.x) < 2000
-        size = max(self.size, 5) if few else self.size
+        is_small = len(self.rows.x) < FEW_ROWS
+        size = max(self.size, 5) if is_small else self.size
         network = StackedMLP(self.rows.x.shape[1], size, self.heteroscedastic, self.seed)
         held_out = held_out_rows(len(self.rows.x), size, 0.1, self.seed)
         train(network, without(self.rows, held_out), replace(self.plan, seed=self.seed + 1))
@@ -124,7 +130,10 @@ class MLPRegressor:
             with torch.no_grad():
                 mean, log_var = (part[member] for part in network.moments(self.rows.x[rows]))
             residuals.append((self.rows.y[rows, 0] - mean) / (0.5 * log_var).exp())
-        self.calibration, self.df = fit_student(torch.cat(residuals).double().numpy())
+        values = torch.cat(residuals).double().numpy()
+        self.calibration, self.df = fit_student(values)
+        if self.size == 1:
+            self.calibration = max(self.calibration, covering_scale(values, self.df))
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
