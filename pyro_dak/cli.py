@@ -26,7 +26,7 @@ from pyro_dak.estimators import DAKClassifier, DAKRegressor
 from pyro_dak.table_files import TableError, check_writable, read_table, write_table
 from pyro_dak.tables import Schema, inputs, learn_schema, targets
 
-__all__ = ["app", "main"]
+__all__ = ["app"]
 
 _LEAST_ROWS = 10
 _ESTIMATORS = {"DAKClassifier": DAKClassifier, "DAKRegressor": DAKRegressor}
@@ -273,8 +273,3 @@ def _print_pairs(pairs: dict[str, Any], as_json: bool) -> None:
     for name, value in pairs.items():
         grid.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(grid)
-
-
-def main() -> None:
-    """The entry point `pyro-dak`."""
-    app()

@@ -309,7 +309,8 @@ class TableEstimator(BaseEstimator):
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
         ensemble = self.ensemble_.to(self._device(), torch.float64)
-        bar = tqdm(chunks(len(X)), desc="predict", delay=2, disable=not self.progress, leave=False)
+        slices = chunks(len(X), len(ensemble) * ensemble.model.num_functions)
+        bar = tqdm(slices, desc="predict", delay=2, disable=not self.progress, leave=False)
         for rows in bar:
             x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
             with torch.no_grad():

@@ -24,12 +24,16 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 # With fewer rows than this, one held-out part is too small to calibrate on: several are used.
 FEW_ROWS = 2000
-_CHUNK = 8192
+# Rows at a time, and how many numbers of q(f) they may have.
+_CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
+# More held-out rows than this would not calibrate better.
+_MAX_HELD_OUT = 5000
 
 
-def chunks(num_rows: int) -> list[slice]:
-    """Slices that cover the rows."""
-    return [slice(start, start + _CHUNK) for start in range(0, num_rows, _CHUNK)]
+def chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:
+    """Slices that cover the rows, shorter where a row has many numbers."""
+    size = max(64, min(_CHUNK, _CHUNK_NUMBERS // numbers_per_row))
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
 def scales(values: Array, weights: Array) -> tuple[Array, Array]:
@@ -57,10 +61,11 @@ def default_epochs(num_rows: int) -> int:
 def held_out_rows(num_rows: int, num_members: int, fraction: float, seed: int) -> Tensor:
     """Row numbers that each member does not train on, `(E, n)`: parts that differ as far as can be.
 
-    The parts follow each other in a random order of the rows, and start over at its end.
+    The parts follow each other in a random order of the rows, and start over at its end. No part
+    has more than 5,000 rows.
     """
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    n = min(max(1, round(fraction * num_rows)), num_rows - 1)
+    n = min(max(1, round(fraction * num_rows)), num_rows - 1, _MAX_HELD_OUT)
     positions = torch.arange(num_members).unsqueeze(-1) * n + torch.arange(n)
     return order[positions % num_rows]
 

@@ -139,7 +139,7 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         """-log density of each row under the member's prediction, scaled to fit these rows."""
         mean, var = _normal(ensemble, moments)
         residuals = (y - mean).square() / var  # (E, n, C)
-        factor = residuals.mean((-2, -1), keepdim=True)
+        factor = residuals.mean((-2, -1), keepdim=True).clamp(min=1e-12)
         return 0.5 * ((factor * var).log() + residuals / factor).sum(-1)
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:

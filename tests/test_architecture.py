@@ -40,6 +40,7 @@ WITH_PYRO = [
     ("estimators",),
     ("cli_scores", "tables"),
     ("cli",),
+    ("__main__",),
 ]
 RANK = {name: rank for rank, names in enumerate(TORCH_ONLY + WITH_PYRO) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

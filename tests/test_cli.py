@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -315,3 +317,10 @@ def test_interrupt_is_a_failure(files, monkeypatch):
     monkeypatch.setattr("pyro_dak.cli.inputs", interrupted)
     result = run("predict", files / "model", files / "new.csv")
     assert (result.exit_code, result.stderr) == (1, "Interrupted.\n")
+
+
+def test_missing_packages_are_named_without_traceback():
+    code = "import sys; sys.modules['typer'] = None; from pyro_dak.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: pyro-dak needs typer; install it with")

@@ -19,7 +19,13 @@ from sklearn.preprocessing import StandardScaler
 
 from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor, predict
 from pyro_dak.ensemble_training import Rows
-from pyro_dak.estimator_rows import default_batch_size, default_epochs, held_out_rows, without
+from pyro_dak.estimator_rows import (
+    chunks,
+    default_batch_size,
+    default_epochs,
+    held_out_rows,
+    without,
+)
 from pyro_dak.mixtures import ClassMixture, StudentPrediction, covering_scale, fit_student
 
 SMALL = {"hidden_layer_sizes": (16, 8), "num_units": 4, "level": 3, "progress": False}
@@ -297,6 +303,14 @@ def test_every_member_has_held_out_rows_of_its_own():
     assert held_out.shape == (5, 10)
     assert len(held_out.flatten().unique()) == 50
     assert held_out_rows(10, 5, 0.4, seed=0).shape == (5, 4)
+    assert held_out_rows(10**6, 1, 0.1, seed=0).shape == (1, 5000)
+
+
+def test_chunks_cover_all_rows_and_are_shorter_for_long_rows():
+    for numbers in (1, 500, 10**9):
+        slices = chunks(20_000, numbers)
+        assert [i for part in slices for i in range(20_000)[part]] == list(range(20_000))
+    assert len(chunks(20_000, 500)) == 10
 
 
 def test_held_out_rows_have_no_weight_and_those_of_all_are_dropped():
