@@ -5,6 +5,7 @@ line that says what is wrong, 2 wrong usage. Existing output is replaced only wi
 """
 
 import functools
+import importlib.metadata
 import json
 import sys
 import warnings
@@ -18,7 +19,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyro_dak import __version__
 from pyro_dak.checkpoint import CheckpointError
 from pyro_dak.cli_scores import calibration_plot, class_scores, regression_scores
 from pyro_dak.estimator_files import check_path, read_estimator, write_estimator
@@ -59,7 +59,7 @@ def _root(
 ) -> None:
     _settings["debug"] = debug
     if version:
-        print(__version__)
+        print(_version())
         raise typer.Exit
 
 
@@ -85,6 +85,10 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
         raise typer.Exit(1)
 
     return wrapped
+
+
+def _version() -> str:
+    return importlib.metadata.version("pyro_dak")
 
 
 def _one_line(error: BaseException) -> str:
@@ -131,7 +135,7 @@ def fit(
     if not quiet:
         _say(f"{schema.task} of `{target}` from {X.shape[1]} columns of numbers, {len(X)} rows")
     estimator.fit(X, y)
-    extra = {"table": schema.to_json(), "num_rows": len(X), "version": __version__}
+    extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
     write_estimator(estimator, out, force, extra)
     if not quiet:
         _say(f"Saved to {out}")
