@@ -1,5 +1,8 @@
 """Deep additive kernels in Pyro: a network whose last layer is an additive Gaussian process."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pyro_dak.activation import KernelActivation
 from pyro_dak.arviz_export import to_arviz
 from pyro_dak.checkpoint import CheckpointError, load, save
@@ -29,12 +32,17 @@ from pyro_dak.priors import (
 )
 from pyro_dak.training import TrainingError, fit
 
+if TYPE_CHECKING:
+    from pyro_dak.estimators import DAKClassifier, DAKRegressor
+
 __all__ = [
     "DAK",
     "BernoulliLikelihood",
     "CategoricalLikelihood",
     "CheckpointError",
     "ClosedFormELBO",
+    "DAKClassifier",
+    "DAKRegressor",
     "DyadicGrid",
     "FullRankGuide",
     "GammaScalePrior",
@@ -69,3 +77,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The estimators, on first use: they need scikit-learn, the rest of the package does not."""
+    if name not in ("DAKClassifier", "DAKRegressor"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module("pyro_dak.estimators"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("sklearn", "scipy"):
+            raise
+        raise ImportError(
+            f"{name} needs scikit-learn, which is not installed. "
+            "Install it with `pip install pyro_dak[sklearn]`."
+        ) from error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from pyro_dak.validation import check_choice
 
@@ -24,8 +24,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 def build_optimizer(
     name: str,
-    network: Iterable[nn.Parameter],
-    last_layer: Iterable[nn.Parameter],
+    network: Iterable[Tensor],
+    last_layer: Iterable[Tensor],
     learning_rate: float,
     last_layer_learning_rate: float,
     weight_decay: float,

@@ -18,7 +18,7 @@ TORCH_ONLY = [
     ("factors",),
     ("local",),
     ("activation", "calibration", "chains", "coordinates", "importance", "metrics", "scaling"),
-    ("gaussian",),
+    ("gaussian", "stacked"),
     ("additive",),
 ]
 WITH_PYRO = [
@@ -28,17 +28,21 @@ WITH_PYRO = [
     ("guides",),
     ("objectives", "posterior"),
     ("config", "data", "prediction"),
-    ("checkpoint", "loss"),
-    ("history",),
-    ("loop",),
+    ("checkpoint", "loss", "mixtures"),
+    ("ensembles", "history"),
+    ("ensemble_training", "loop"),
     ("training",),
     ("draws",),
     ("densities",),
     ("potential", "weight_fits"),
     ("arviz_export", "checks", "comparison", "mcmc", "sbc"),
     ("diagnostics", "plots"),
+    ("estimator_files", "estimator_rows", "table_files"),
+    ("estimator_base",),
     ("estimators",),
+    ("cli_scores", "tables"),
     ("cli",),
+    ("__main__",),
 ]
 RANK = {name: rank for rank, names in enumerate(TORCH_ONLY + WITH_PYRO) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

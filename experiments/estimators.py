@@ -1,0 +1,245 @@
+"""The estimators on nine tables, random 90/10 splits, against networks with the same backbone.
+
+    python -m experiments.estimators
+    python -m experiments.estimators --quick
+
+`DAKRegressor()` and `DAKRegressor(ensemble_size=5)` with their defaults; a network with a learned
+noise and five mean-variance networks (a deep ensemble) with the same widths, epochs, batches and
+schedule, trained on all training rows. `*_calibrated` are the same networks with the calibration on
+held-out rows that the estimators have. A run is one json; a run that is there is not made again.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+
+from experiments.datasets import load_regression
+from experiments.results import git_commit, read_json, read_runs, write_json
+from pyro_dak.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.estimator_rows import (
+    FEW_ROWS,
+    default_batch_size,
+    default_epochs,
+    held_out_rows,
+    without,
+)
+from pyro_dak.estimators import DAKRegressor
+from pyro_dak.mixtures import StudentPrediction, covering_scale, fit_student
+from pyro_dak.validation import check_choice
+
+# Small sets first; the last three are large and get two splits.
+SETS = (
+    "yacht",
+    "housing",
+    "energy",
+    "wine",
+    "gas",
+    "parkinsons",
+    "kin40k",
+    "protein",
+    "keggdirected",
+)
+LARGE = SETS[-3:]
+MODELS = ("dak", "nn", "dak5", "mv5")
+HIDDEN = (64, 32, 64)
+
+
+class StackedMLP:
+    """E perceptrons in one pass: y ~ N(mean(x), noise^2), with noise(x) if `heteroscedastic`."""
+
+    def __init__(self, input_dim: int, size: int, heteroscedastic: bool, seed: int):
+        torch.manual_seed(seed)
+        widths = (input_dim, *HIDDEN, 2 if heteroscedastic else 1)
+        self.tensors: dict[str, Tensor] = {}
+        for i in range(len(widths) - 1):
+            layers = [nn.Linear(widths[i], widths[i + 1]) for _ in range(size)]
+            self.tensors[f"weight{i}"] = torch.stack([layer.weight.detach() for layer in layers])
+            self.tensors[f"bias{i}"] = torch.stack([layer.bias.detach() for layer in layers])
+        self.tensors["log_noise"] = torch.full((size, 1), math.log(0.5))
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+        self.num_layers, self.device = len(widths) - 1, torch.device("cpu")
+
+    def __len__(self) -> int:
+        return len(self.tensors["log_noise"])
+
+    def network_parameters(self) -> list[Tensor]:
+        """Weights and biases."""
+        return [t for name, t in self.tensors.items() if name != "log_noise"]
+
+    def last_layer_parameters(self) -> list[Tensor]:
+        """The level of the noise."""
+        return [self.tensors["log_noise"]]
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of y, `(E, N)` each."""
+        h = x.mT.expand(len(self), -1, -1)
+        for i in range(self.num_layers):
+            h = torch.baddbmm(self.tensors[f"bias{i}"].unsqueeze(-1), self.tensors[f"weight{i}"], h)
+            h = h.relu() if i < self.num_layers - 1 else h
+        log_var = 2 * self.tensors["log_noise"].expand(-1, h.shape[-1])
+        return h[:, 0], log_var + h[:, 1] if h.shape[1] == 2 else log_var
+
+    def loss(self, x: Tensor, y: Tensor, weights: Tensor, num_data: Tensor) -> Tensor:
+        """Sum over members of the Gaussian negative log-likelihood per datum."""
+        mean, log_var = self.moments(x)
+        log_lik = -0.5 * (math.log(2 * math.pi) + log_var)
+        log_lik = log_lik - 0.5 * (y[:, 0] - mean).square() * (-log_var).exp()
+        return -((log_lik * weights).sum(-1) / num_data).sum()
+
+
+class MLPRegressor:
+    """A network, or a deep ensemble, behind the interface of `DAKRegressor`."""
+
+    def __init__(self, size: int, heteroscedastic: bool, seed: int, epochs: int | None):
+        self.size, self.heteroscedastic, self.seed, self.epochs = (
+            size,
+            heteroscedastic,
+            seed,
+            epochs,
+        )
+        self.calibration, self.df = 1.0, math.inf
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Train on all rows."""
+        self.scale = x.mean(0), np.where(x.std(0) > 0, x.std(0), 1), y.mean(), y.std()
+        target = torch.from_numpy((y - self.scale[2]) / self.scale[3]).float().unsqueeze(-1)
+        self.rows = Rows(self._inputs(x), target, torch.ones(len(x)))
+        epochs = self.epochs or default_epochs(len(x))
+        self.plan = TrainingPlan(epochs, default_batch_size(len(x)), seed=self.seed)
+        self.network = StackedMLP(x.shape[1], self.size, self.heteroscedastic, self.seed)
+        train(self.network, self.rows, self.plan)
+
+    def calibrate(self) -> None:
+        """Scale and tails from networks of the same kind that did not see the held-out rows."""
+        is_small = len(self.rows.x) < FEW_ROWS
+        size = max(self.size, 5) if is_small else self.size
+        network = StackedMLP(self.rows.x.shape[1], size, self.heteroscedastic, self.seed)
+        held_out = held_out_rows(len(self.rows.x), size, 0.1, self.seed)
+        train(network, without(self.rows, held_out), replace(self.plan, seed=self.seed + 1))
+        residuals = []
+        for member, rows in enumerate(held_out):
+            with torch.no_grad():
+                mean, log_var = (part[member] for part in network.moments(self.rows.x[rows]))
+            residuals.append((self.rows.y[rows, 0] - mean) / (0.5 * log_var).exp())
+        values = torch.cat(residuals).double().numpy()
+        self.calibration, self.df = fit_student(values)
+        if self.size == 1:
+            self.calibration = max(self.calibration, covering_scale(values, self.df))
+
+    def _inputs(self, x: np.ndarray) -> Tensor:
+        return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
+
+    def predict_dist(self, x: np.ndarray) -> StudentPrediction:
+        """The mixture by its moments."""
+        with torch.no_grad():
+            mean, log_var = self.network.moments(self._inputs(x))
+        mean, var = mean.double().numpy(), log_var.double().exp().numpy()
+        factor = self.scale[3] ** 2 / (1 - 2 / self.df)
+        return StudentPrediction(
+            self.scale[2] + self.scale[3] * mean.mean(0),
+            factor * mean.var(0),
+            factor * self.calibration * var.mean(0),
+            self.df,
+        )
+
+
+def score(prediction: StudentPrediction, y: np.ndarray) -> dict[str, float]:
+    """Metrics in the units of the data."""
+    lower, upper = prediction.interval(0.95)
+    return {
+        "rmse": float(np.sqrt(np.mean((y - prediction.mean) ** 2))),
+        "nlpd": float(-prediction.log_prob(y).mean()),
+        "coverage_95": float(np.mean((y >= lower) & (y <= upper))),
+        "width_95": float(np.mean(upper - lower)),
+    }
+
+
+def build(name: str, seed: int, epochs: int | None) -> Any:
+    """The model called so."""
+    makers: dict[str, Callable[[], Any]] = {
+        "dak": lambda: DAKRegressor(random_state=seed, epochs=epochs, progress=False),
+        "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),
+        "nn": lambda: MLPRegressor(1, False, seed, epochs),
+        "mv5": lambda: MLPRegressor(5, True, seed, epochs),
+    }
+    check_choice("model", name, makers)
+    return makers[name]()
+
+
+def run(
+    dataset: str, name: str, split: int, data_root: str | None, max_rows: int | None = None
+) -> dict[str, Any]:
+    """Train on nine tenths of the rows, test on the rest."""
+    x, y = (part.numpy() for part in load_regression(dataset, data_root))
+    order = np.random.default_rng(split).permutation(len(x))[:max_rows]
+    test, rows = np.split(order, [round(0.1 * len(order))])
+    model = build(name, split, 2 if max_rows else None)
+    start = time.perf_counter()
+    model.fit(x[rows], y[rows, 0])
+    seconds = time.perf_counter() - start
+    metrics: dict[str, Any] = {name: score(model.predict_dist(x[test]), y[test, 0])}
+    metrics[name]["fit_seconds"] = seconds
+    settings: dict[str, Any] = {"epochs": default_epochs(len(rows))}
+    if isinstance(model, MLPRegressor):
+        model.calibrate()
+        metrics[f"{name}_calibrated"] = score(model.predict_dist(x[test]), y[test, 0])
+        settings |= {"calibration": model.calibration, "df": model.df}
+    else:
+        settings |= {"calibration": model.calibration_, "df": model.tail_df_}
+        settings |= {"best_epoch": model.history_.best_epoch}
+    config = {"dataset": dataset, "model": name, "split": split, "max_rows": max_rows}
+    return {"config": config | settings, "metrics": metrics, "commit": git_commit()}
+
+
+def table(results: Path) -> str:
+    """Means over the splits, one line per data set and metric, as Markdown."""
+    scores: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for content in read_runs(results):
+        for name, metrics in content["metrics"].items():
+            scores.setdefault((content["config"]["dataset"], name), []).append(metrics)
+    columns = ("dak", "nn", "nn_calibrated", "dak5", "mv5", "mv5_calibrated")
+    lines = ["| set | splits | metric | " + " | ".join(columns) + " |", "|---" * 9 + "|"]
+    for dataset in [name for name in SETS if any(key[0] == name for key in scores)]:
+        for metric in ("rmse", "nlpd", "coverage_95", "fit_seconds"):
+            cells = []
+            for name in columns:
+                values = [m[metric] for m in scores.get((dataset, name), []) if metric in m]
+                cells.append(f"{np.mean(values):.3f}" if values else "")
+            splits = len(scores.get((dataset, "dak"), []))
+            lines.append(f"| {dataset} | {splits} | {metric} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all nine.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="dak, dak5, nn, mv5; all.")] = None,
+    splits: Annotated[int, typer.Option(help="Random splits; 2 on the large sets.")] = 5,
+    data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
+    out: Annotated[Path, typer.Option(help="Directory of results.")] = Path("results/estimators"),
+    quick: Annotated[bool, typer.Option(help="A few rows of diabetes, two epochs.")] = False,
+) -> None:
+    """Run what has no result yet, then write the table."""
+    torch.set_num_threads(1)
+    for name in dataset or (["diabetes"] if quick else SETS):
+        for split in range(1 if quick else min(splits, 2) if name in LARGE else splits):
+            for model_name in model or MODELS:
+                path = out / name / f"{model_name}-split{split}.json"
+                if read_json(path) is None:
+                    content = run(name, model_name, split, data_root, 60 if quick else None)
+                    write_json(path, content)
+                    print(name, split, content["metrics"], flush=True)
+    (out / "table.md").write_text(table(out))
+    print(out / "table.md")
+
+
+if __name__ == "__main__":
+    typer.run(main)

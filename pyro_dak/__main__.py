@@ -1,0 +1,23 @@
+"""The entry point of `pyro-dak` and `python -m pyro_dak`."""
+
+import importlib
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    try:
+        cli = importlib.import_module("pyro_dak.cli")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("pyro_dak"):
+            raise
+        sys.exit(
+            f"Error: pyro-dak needs {error.name}; install it with `pip install pyro_dak[cli]`."
+        )
+    cli.app()
+
+
+if __name__ == "__main__":
+    main()
