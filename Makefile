@@ -1,13 +1,14 @@
 # `make demo` and `make test` do everything from a fresh clone: virtual environment, install, run.
 # A second call reuses the environment; it is rebuilt only when the dependency files change.
 PYTHON ?= python3
-VENV := .venv
+# PYRO_DAK_VENV names an environment that has everything already; nothing is installed then.
+VENV := $(or $(PYRO_DAK_VENV),.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint bench clean
+.PHONY: setup demo test test-all docs report lint bench clean
 
-setup: $(STAMP)
+setup: $(if $(PYRO_DAK_VENV),,$(STAMP))
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
@@ -17,14 +18,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: setup
-	$(BIN)/python -m experiments.prior
-	$(BIN)/python -m experiments.mnist --dataset digits --model dak_mc --out results/demo
+	$(BIN)/python -m experiments.demo
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict --site-dir site
+
+report: setup
+	$(BIN)/python -m experiments.report
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -37,4 +43,4 @@ bench: setup
 	$(BIN)/python -m benchmarks.images
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
