@@ -27,7 +27,7 @@ test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
 
 docs: setup
-	$(BIN)/python -m mkdocs build --strict --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 
 report: setup
 	$(BIN)/python -m experiments.report

@@ -1,24 +1,135 @@
+"""Every block of code in README and docs: Python is run, commands are run or parsed."""
+
+import functools
+import importlib
+import inspect
 import re
+import shlex
+import subprocess
+import tomllib
 from pathlib import Path
 
+import click
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
+
+from pyro_dak import cli
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+README = PAGES[0].read_text()
 LINKS = re.findall(r"\]\((?!https?://|#)([^)#]+)", README)
 
 
-def test_readme_code_runs(tmp_path, monkeypatch):
+def blocks(page, language):
+    """Blocks of a language, each with empty lines in front, so that errors name the right line."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return ["\n" * (text[: m.start(1)].count("\n")) + m.group(1) for m in found]
+
+
+def commands(page):
+    """Lines of the shell blocks of a page, without comments, continued lines joined."""
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [line for line in (line.split(" #")[0].strip() for line in lines) if line]
+
+
+COMMANDS = sorted({command for name in NAMES for command in commands(name)})
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if blocks(name, "python")])
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
-    assert BLOCKS
-    names: dict[str, object] = {}
-    for block in BLOCKS:  # later blocks use what earlier ones made
-        exec(compile(block, "README.md", "exec"), names)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page, "python"):  # later blocks use what earlier ones made
+        exec(compile(block, page, "exec"), names)
+
+
+def test_all_blocks_have_a_language_that_is_tested():
+    fences = {(n, f) for n in NAMES for f in re.findall(r"^```(.+)$", (ROOT / n).read_text(), re.M)}
+    assert {fence for _, fence in fences} <= {"python", "bash", "text"}
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_readme_links_exist(link):
     assert (ROOT / link).exists()
+
+
+def check_make(words):
+    """The targets exist; what they run is tested elsewhere."""
+    run = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def check_install(words):
+    """The extras that are asked for exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.findall(r"\[(.*?)\]", " ".join(words))
+    wanted = {name for part in extras for name in part.split(",")}
+    assert wanted <= set(project["optional-dependencies"])
+
+
+def check_module(words):
+    """The module is there, and its options parse; nothing is run."""
+    module, *arguments = words
+    main = importlib.import_module(module).main
+    if "argv" in inspect.signature(main).parameters or not inspect.signature(main).parameters:
+        assert arguments == []
+        return
+    app = typer.Typer()
+    app.command()(main)
+    with typer.main.get_command(app).make_context(module, arguments, resilient_parsing=False):
+        pass
+
+
+def check_pyro_dak(words):
+    """The command runs, on a small table in the working directory."""
+    if words[0] == "fit" and "--help" not in words:
+        words = [*words, "--epochs", "2", "--quiet"]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+
+
+CHECKS = {
+    "make": check_make,
+    "pip install": check_install,
+    "python -m": check_module,
+    "pyro-dak": check_pyro_dak,
+}
+
+
+@pytest.fixture(scope="module")
+def table_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tables")
+    write_tables(directory)
+    return directory
+
+
+def write_tables(directory):
+    """The tables that the commands of the README speak of."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((80, 2))
+    frame = pd.DataFrame({"size": x[:, 0], "age": x[:, 1], "price": x[:, 0] - x[:, 1] ** 2})
+    frame["city"] = np.where(x[:, 0] > 0, "Bonn", "Ulm")
+    frame[:50].to_csv(directory / "train.csv", index=False)
+    frame[50:].to_csv(directory / "test.csv", index=False)
+    frame[50:].drop(columns="price").to_csv(directory / "new.csv", index=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # GPyTorch at import
+@pytest.mark.parametrize("page", [name for name in NAMES if commands(name)])
+def test_commands_of_a_page_are_right(page, tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    write_tables(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for command in commands(page):
+        command = re.sub(r"^([A-Z_]+=\S+ )+|^\.venv/bin/", "", command)
+        (check,) = [check for start, check in CHECKS.items() if command.startswith(start + " ")]
+        start = next(start for start in CHECKS if command.startswith(start + " "))
+        check(shlex.split(command.removeprefix(start)))
