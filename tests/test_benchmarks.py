@@ -1,10 +1,9 @@
-import json
 import sys
 
 import pytest
 import torch
 
-from benchmarks import activation, epochs, nuts, timing
+from benchmarks import activation, nuts, timing
 
 
 @pytest.fixture
@@ -47,14 +46,3 @@ def test_timing_is_the_median_and_half_the_range():
     timings = timing.time_side_by_side({"a": lambda: None}, repetitions=3)
     assert timings["a"].milliseconds > 0
     assert timings["a"].spread >= 0
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
-def test_epochs_are_timed_for_every_candidate_and_set(tmp_path, capsys):
-    epochs.main(["diabetes"], rows=32, repetitions=1, data_root=None, out=tmp_path / "epochs.json")
-    seconds = json.loads((tmp_path / "epochs.json").read_text())["seconds"]["diabetes"]
-    assert list(seconds) == list(epochs.CANDIDATES)
-    assert all(value > 0 for value in seconds.values())
-    row = capsys.readouterr().out.splitlines()[-1].split("|")
-    assert row[1].strip() == "diabetes"
-    assert float(row[3]) == 1  # DAK-CF to itself

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from typer.testing import CliRunner
 
 import guides
-from experiments import datasets, hmc, toy, uci, uci_report
+from experiments import cost, datasets, hmc, toy, uci, uci_report
 from experiments.datasets import DataError, find_file, load_regression
 from models._recipe import Recipe
 
@@ -267,3 +267,14 @@ def test_standardising_uses_the_training_rows():
     kept = torch.ones(len(x), dtype=torch.bool)
     kept[test_rows] = False
     assert scale == pytest.approx(y[kept].std().item())
+
+
+@gpytorch
+def test_epochs_are_timed_for_every_candidate_and_set(tmp_path, capsys):
+    cost.main(["diabetes"], rows=32, repetitions=1, data_root=None, out=tmp_path / "cost.json")
+    seconds = json.loads((tmp_path / "cost.json").read_text())["seconds"]["diabetes"]
+    assert list(seconds) == list(cost.CANDIDATES)
+    assert all(value > 0 for value in seconds.values())
+    row = capsys.readouterr().out.splitlines()[-1].split("|")
+    assert row[1].strip() == "diabetes"
+    assert float(row[3]) == 1  # DAK-CF to itself

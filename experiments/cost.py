@@ -1,6 +1,6 @@
 """Seconds per training epoch of the regression models, side by side on every UCI set.
 
-    python -m benchmarks.epochs --data-root DIR [--rows 4096] [--repetitions 5]
+    python -m experiments.cost --data-root DIR [--rows 4096] [--repetitions 5]
 
 Each model in turn trains one epoch to warm up and one that counts, in the same loop, one thread;
 the medians over the rounds are compared. Long sets are cut to `--rows` rows, because an epoch is
@@ -62,7 +62,7 @@ def main(
     rows: Annotated[int, typer.Option(help="At most so many rows of a set.")] = 4096,
     repetitions: Annotated[int, typer.Option(help="Rounds.")] = 5,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
-    out: Annotated[Path, typer.Option(help="Result.")] = Path("results/bench/epochs.json"),
+    out: Annotated[Path, typer.Option(help="Result.")] = Path("results/cost.json"),
 ) -> None:
     """Time the epochs, print the table, write the seconds."""
     torch.set_num_threads(1)
