@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, biject_to
+from torch.distributions import Distribution, biject_to, constraints
+from torch.distributions.transforms import ExpTransform, IndependentTransform, Transform
 
 __all__ = ["Scales", "find_whitening"]
 
@@ -107,7 +108,7 @@ class Scales:
 
     def __init__(self, priors: Mapping[str, Distribution], current: Mapping[str, Tensor]):
         self.priors = dict(priors)
-        self._transforms = {name: biject_to(prior.support) for name, prior in priors.items()}
+        self._transforms = {name: _unconstrained(prior) for name, prior in priors.items()}
         self._shapes = {
             name: self._transforms[name].inverse_shape(prior.event_shape)
             for name, prior in priors.items()
@@ -132,3 +133,13 @@ class Scales:
             values[name] = transform(coordinates)
             log_det = log_det + transform.log_abs_det_jacobian(coordinates, values[name])
         return values, log_det
+
+
+def _unconstrained(prior: Distribution) -> Transform:
+    """From the whole space to the support; the exponential for the positive numbers."""
+    support = prior.support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if getattr(support, "lower_bound", None) == 0 and not hasattr(support, "upper_bound"):
+        return IndependentTransform(ExpTransform(), len(prior.event_shape))
+    return biject_to(prior.support)

@@ -136,7 +136,7 @@ def test_nuts_without_whitening_has_the_same_posterior():
     assert max(within_monte_carlo_error(run, fit)) < 4
 
 
-def importance_moments(case, num_draws=200_000):
+def importance_moments(case, num_draws=50_000):
     """Mean of every mu under the posterior, from draws of the prior weighted by the likelihood."""
     like = torch.zeros(())
     sites = {
@@ -153,7 +153,7 @@ def importance_moments(case, num_draws=200_000):
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_nuts_of_classes_agrees_with_importance_sampling(likelihood):
     case = scenarios.make(likelihood, num_units=1, level=1, num_outputs=2, num_rows=6)
-    run = run_nuts(case.model, case.x, case.y, 400, 150, progress=False)
+    run = run_nuts(case.model, case.x, case.y, 300, 100, progress=False)
     mean, se = importance_moments(case)
     error = (run.standard_error()["mu"].square() + se.square()).sqrt()
     assert ((run.flat()["mu"].mean(0) - mean).abs() < 4 * error).all()
@@ -164,8 +164,8 @@ def test_sampled_noise_has_the_posterior_of_the_evidence():
     """p(noise | y) ~ p(noise) p(y | noise), with the evidence in closed form, on a grid."""
     case = scenarios.gaussian_regression(num_outputs=1, num_rows=12)
     prior = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
-    run = run_nuts(case.model, case.x, case.y, 400, 150, noise_prior=prior, progress=False)
-    log_noise = torch.linspace(-2.5, 1.5, 81)
+    run = run_nuts(case.model, case.x, case.y, 200, 100, noise_prior=prior, progress=False)
+    log_noise = torch.linspace(-2.5, 1.5, 41)
     log_density = []
     for value in log_noise:
         case.model.likelihood = GaussianLikelihood(float(value.exp()))
@@ -173,7 +173,7 @@ def test_sampled_noise_has_the_posterior_of_the_evidence():
         log_density.append(log_evidence + prior.log_prob(value.exp()) + value)
     weights = torch.stack(log_density).softmax(0)
     sampled = run.sites["noise_scale"].log()
-    assert sampled.shape == (1, 400)
+    assert sampled.shape == (1, 200)
     mean = (weights * log_noise).sum()
     se = sampled.std() / effective_sample_size(sampled).sqrt()
     assert abs(sampled.mean() - mean) < 4 * se
