@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 from pyro_dak import local
 from pyro_dak.factors import dense_inverse_factor, sparse_inverse_factor
 from pyro_dak.grids import DyadicGrid
+from pyro_dak.interpolation import (
+    interpolated_moments,
+    interval_constants,
+    mean_field_moments,
+)
 from pyro_dak.kernels import Kernel, LaplaceKernel
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
@@ -39,7 +45,8 @@ class _Constants(NamedTuple):
     levels: list[local.LevelConstants]
     features: local.FeatureConstants | None
     node_map: local.LinearMap | None  # L_U with sorted rows, (M, M)
-    moment_map: local.LinearMap | None  # its squares, then products of adjacent rows, (2M - 1, M)
+    table_map: local.LinearMap | None  # see `local.table_map`, (3 M + 6, 2 M)
+    intervals: Any  # IntervalConstants, or None for kernels that are not Markov
     inducing_points: Tensor
     factor: Tensor | None  # dense L_U^{-T} of kernels that are not Markov, (M, M)
 
@@ -139,11 +146,20 @@ class KernelActivation(nn.Module):
     def node_moments(self, z_loc: Tensor, z_var: Tensor) -> local.NodeMoments:
         """Moments of g(U) at the sorted nodes for independent weights z, in level order."""
         constants = self._local_constants(z_loc)
-        if constants.moment_map is None or torch.compiler.is_compiling():
+        if constants.table_map is None or torch.compiler.is_compiling():
             return local.node_moments(z_loc, z_var, constants.levels)
-        M = self.num_inducing
-        var, cov = constants.moment_map(z_var).split([M, M - 1], -1)
-        return local.NodeMoments(self.node_values(z_loc), var, cov)
+        table = constants.table_map(torch.cat([z_loc, z_var], -1))
+        mean, var, cov = table.unflatten(-1, (-1, 3))[..., 1:-1, :].unbind(-1)
+        return local.NodeMoments(mean, var, cov[..., :-1] / 2)
+
+    def _moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+        """The table of `interpolated_moments`, `(..., 3 M + 6, P)`, for z `(..., P, M)`."""
+        constants = self._local_constants(z_loc)
+        if constants.table_map is not None and not torch.compiler.is_compiling():
+            return constants.table_map.units_last(torch.cat([z_loc, z_var], -1))
+        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+        nodes = torch.stack([mean, var, 2 * F.pad(cov, (0, 1))], -1)  # (..., P, M, 3)
+        return F.pad(nodes, (0, 0, 1, 1)).flatten(-2).mT
 
     def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
         """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
@@ -158,23 +174,83 @@ class KernelActivation(nn.Module):
         return self.interpolate(h, self.node_values(weights))
 
     def combine_moments(
-        self, h: Tensor, loc: Tensor, var: Tensor, route: Route = "auto"
+        self,
+        h: Tensor,
+        loc: Tensor,
+        var: Tensor,
+        route: Route = "auto",
+        unit_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of sum_p phi(h_p) . z[c, p] for independent z, each `(..., N, C)`.
+        """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] for independent z, `(..., N, C)`.
 
-        mean = sum_p phi_p loc_p and variance = sum_p phi_p^2 var_p (paper, eq. 17). Every term
-        of the variance is non-negative on either route.
+        mean = sum_p sigma_p phi_p loc_p and variance = sum_p sigma_p^2 phi_p^2 var_p (paper, eq.
+        17). Every term of the variance is non-negative on either route.
 
         Args:
             h: `(*b1, N, P)`.
             loc: means of the weights, `(*b2, C, P, M)` in level order.
             var: variances of the weights, like `loc`.
             route: "dense", "local", or "auto" for the faster one.
+            unit_scale: sigma, `(P,)`; by default 1.
         """
         if self._takes_dense_route(route, loc):
-            phi = _flat(self.features(h))
+            phi = self.features(h)
+            phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        return self.interpolate_moments(h, self.node_moments(loc, var))
+        table = self._moment_table(loc, var)
+        if h.dim() == 2 and loc.dim() == 3:
+            mean, variance = self._interpolate_moments(h.mT.unsqueeze(0), table, unit_scale)
+            return mean.squeeze(1).mT, variance.squeeze(1).mT
+        h, table, arrange = _stacked(h, table)
+        mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
+        return arrange(mean), arrange(variance)
+
+    def mean_field_moments(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        scale: Tensor,
+        unit_scale: Tensor,
+        mu: Tensor,
+        mu_scale: Tensor,
+        route: Route = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] + mu[c], each `(..., N, C)`.
+
+        For independent z ~ N(loc, scale^2) and mu (paper, eq. 17): `combine_moments` plus the bias,
+        as one operation where there is no batch, on the local route.
+
+        Args:
+            h: `(*b1, N, P)`.
+            loc: means of the weights, `(*b2, C, P, M)` in level order.
+            scale: their standard deviations, like `loc`.
+            unit_scale: sigma, `(P,)`.
+            mu: means of the biases, `(*b2, C)`.
+            mu_scale: their standard deviations, `(*b2, C)`.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        has_batch = h.dim() > 2 or loc.dim() > 3 or scale.dim() > 3 or mu.dim() > 1
+        if not has_batch and not self._takes_dense_route(route, loc):
+            constants = self._local_constants(loc)
+            if constants.table_map is not None and not torch.compiler.is_compiling():
+                weights = (loc, scale, unit_scale, mu, mu_scale)
+                return mean_field_moments(h, *weights, constants.table_map, constants.intervals)
+        mean, var = self.combine_moments(h, loc, scale.square(), route, unit_scale)
+        return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+
+    def stacked_moments(
+        self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`combine_moments` on the local route for E members, rows last: each `(C, E, N)`.
+
+        Args:
+            h: `(E, P, N)`.
+            loc: means of the weights, `(C, E, P, M)` in level order.
+            var: their variances, like `loc`.
+            unit_scale: sigma, `(E, P)`; by default 1.
+        """
+        table = self._moment_table(loc.flatten(1, 2), var.flatten(1, 2))
+        return self._interpolate_moments(h, table, unit_scale)
 
     def interpolate(self, h: Tensor, values: Tensor) -> Tensor:
         """sum_p g_{c,p}(h_p) from sorted node values `(*b2, C, P, M)`, `(..., N, C)`."""
@@ -182,19 +258,15 @@ class KernelActivation(nn.Module):
         table = F.pad(values, (1, 1))  # (*b2, C, P, M + 2)
         return _gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
 
-    def interpolate_moments(self, h: Tensor, nodes: local.NodeMoments) -> tuple[Tensor, Tensor]:
-        """Mean and variance of sum_p g_{c,p}(h_p) from the moments at the nodes, `(..., N, C)`.
-
-        Per unit w0 m_j + w1 m_{j+1} and w0^2 v_j + w1^2 v_{j+1} + 2 w0 w1 c_j: five numbers.
-        """
-        j, w0, w1 = self._two_nodes(h)
-        weights, index = torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1)
-        mean = _gather(weights, index, F.pad(nodes.mean, (1, 1)))
-        # One table holds the variances at the nodes, then the covariances of the intervals.
-        table = torch.cat([F.pad(nodes.var, (1, 1)), F.pad(nodes.cov, (1, 1))], -1)
-        squares = torch.cat([weights.square(), (2 * w0 * w1).unsqueeze(-1)], -1)
-        intervals = (j + self.num_inducing + 2).unsqueeze(-1)
-        return mean, _gather(squares, torch.cat([index, intervals], -1), table)
+    def _interpolate_moments(
+        self, h: Tensor, table: Tensor, unit_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`interpolated_moments` of h `(E, P, N)` with sigma `(P,)` or `(E, P)`."""
+        constants = self._local_constants(h).intervals
+        assert constants is not None
+        if unit_scale is not None and unit_scale.dim() == 1:
+            unit_scale = unit_scale.unsqueeze(0)
+        return interpolated_moments(h.contiguous(), table, unit_scale, constants)
 
     def interpolate_units(self, h: Tensor, values: Tensor) -> Tensor:
         """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
@@ -294,17 +366,23 @@ class KernelActivation(nn.Module):
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
         U = self.grid.inducing_points.to(device, dtype)
         if self._factor is not None:
-            return _Constants([], None, None, None, U, self._factor.to(device, dtype))
+            return _Constants([], None, None, None, None, U, self._factor.to(device, dtype))
         levels = local.level_constants(self.grid.level, self.delta, dtype, device)
         features = local.feature_constants(self.grid.level, self.delta, dtype, device)
-        if device.type == "meta":
-            return _Constants(levels, features, None, None, U, None)
-        is_dense = self.num_inducing <= _MAX_DENSE_NODES
-        node_map, moment_map = (
-            local.LinearMap(matrix.to(device, dtype), is_dense)
-            for matrix in local.node_maps(self.grid.level, self.delta)
+        intervals = interval_constants(
+            self.num_inducing, self.grid.bounds[0], self.grid.spacing, self.delta, dtype, device
         )
-        return _Constants(levels, features, node_map, moment_map, U, None)
+        if device.type == "meta":
+            return _Constants(levels, features, None, None, intervals, U, None)
+        is_dense = self.num_inducing <= _MAX_DENSE_NODES
+        node_map, table_map = (
+            local.LinearMap(matrix.to(device, dtype), is_dense)
+            for matrix in (
+                local.node_maps(self.grid.level, self.delta)[0],
+                local.table_map(self.grid.level, self.delta),
+            )
+        )
+        return _Constants(levels, features, node_map, table_map, intervals, U, None)
 
 
 def _flat(value: Tensor) -> Tensor:
@@ -316,6 +394,31 @@ def _at(table: Tensor, index: Tensor) -> Tensor:
     """table[c, p, index[n, p]], `(N, C, P)`, for a table `(C, P, R)` and an index `(N, P)`."""
     C = table.shape[0]
     return table.gather(-1, index.mT.expand(C, -1, -1)).permute(2, 0, 1)
+
+
+def _stacked(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Arguments of `interpolated_moments`, and how to arrange its results as `(..., N, C)`.
+
+    If either batch is trivial, it is not copied: the batch of the table joins its functions, the
+    batch of the inputs joins their rows. Else the batch is one of members.
+
+    Args:
+        h: `(*b1, N, P)`.
+        table: `(*b2, C, R, P)`; b1 and b2 broadcast.
+    """
+    N, P = h.shape[-2:]
+    C, R = table.shape[-3:-1]
+    batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-3])
+    if math.prod(h.shape[:-2]) == 1:
+        table = table.reshape(-1, R, P)
+        return h.reshape(1, N, P), table, lambda out: out.view(*batch, C, N).mT
+    if math.prod(table.shape[:-3]) == 1:
+        h, table = h.reshape(1, -1, P), table.reshape(C, R, P)
+        return h, table, lambda out: out.view(C, *batch, N).movedim(0, -1)
+    E = math.prod(batch)
+    table = table.expand(*batch, C, R, P).reshape(E, C, R, P).movedim(0, 2).flatten(2)
+    h = h.expand(*batch, N, P).reshape(E, N, P)
+    return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)
 
 
 def _gather(weights: Tensor, index: Tensor, table: Tensor) -> Tensor:

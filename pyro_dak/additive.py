@@ -77,12 +77,17 @@ class AdditiveLayer(nn.Module):
         self, h: Tensor, loc: Weights, scale: Weights, shrinkage: Tensor | None = None
     ) -> FunctionMoments:
         """Moments of f for independent weights (paper, eq. 17)."""
-        z, mu, linear = self._scaled(loc, shrinkage)
-        z_scale, mu_scale, linear_scale = self._scaled(scale, shrinkage)
-        mean, var = self.activation.combine_moments(h, z, z_scale.square())
-        mean, var = mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+        z, mu, linear = loc
+        z_scale, mu_scale, linear_scale = scale
+        sigma = self.unit_scale
+        if shrinkage is not None:
+            factor = shrinkage.unsqueeze(-2)  # (..., 1, P)
+            z, z_scale = z * factor.unsqueeze(-1), z_scale * factor.unsqueeze(-1)
+            linear = None if linear is None else linear * factor
+            linear_scale = None if linear_scale is None else linear_scale * factor
+        mean, var = self.activation.mean_field_moments(h, z, z_scale, sigma, mu, mu_scale)
         if linear is not None and linear_scale is not None:
-            r = self.linear_inputs(h)
+            r = sigma * self.linear_inputs(h)
             mean, var = mean + r @ linear.mT, var + r.square() @ linear_scale.square().mT
         return FunctionMoments(mean, var)
 

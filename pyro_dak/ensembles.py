@@ -18,7 +18,6 @@ from pyro_dak.guides import MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
 from pyro_dak.model import DAK
 from pyro_dak.scaling import Standardize
-from pyro_dak.stacked import stacked_moments
 
 __all__ = ["Ensemble", "Member"]
 
@@ -150,7 +149,7 @@ class Ensemble:
         scale = self.tensors["guide.z_log_scale"].exp().transpose(0, 1) * sigma
         activation = self.model.layer.activation
         if len(loc) <= _MAX_GATHERED_FUNCTIONS:
-            mean, var = stacked_moments(activation, h, loc, scale.square())
+            mean, var = activation.stacked_moments(h, loc, scale.square())
             mean, var = mean.permute(1, 2, 0), var.permute(1, 2, 0)
         else:
             mean, var = activation.combine_moments(

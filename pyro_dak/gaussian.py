@@ -1,6 +1,7 @@
 """Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "expected_log_heteroscedastic",
     "expected_log_normal",
     "kl_diagonal",
+    "kl_diagonals",
     "kl_low_rank",
     "kl_tril",
     "kl_tril_to_tril",
@@ -105,11 +107,42 @@ def mean_field_moments(
     check_shape("z_scale", z_scale, tuple(z_loc.shape[-3:]), "like `z_loc`")
     check_shape("unit_scale", unit_scale, (P,), "one per unit")
     check_finite("h", h)
-    sigma = unit_scale.unsqueeze(-1)  # (P, 1)
-    mean, var = activation.combine_moments(
-        h, sigma * z_loc, (sigma * z_scale).square(), route=route
-    )
-    return mean + mu_loc.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+    weights = (z_loc, z_scale, unit_scale, mu_loc, mu_scale)
+    return activation.mean_field_moments(h, *weights, route)
+
+
+class _ExpectedLogNormal(torch.autograd.Function):
+    """`expected_log_normal` as one operation; differentiable as often as one likes.
+
+    With r = y - m and p = s^-2 the gradients per output are p r for m, -p r for y, -p / 2 for v
+    and (p (r^2 + v) - 1) / s for s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, noise_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(y, f_mean, f_var, noise_scale)
+        r = y - f_mean
+        weight = noise_scale.square().mul_(-2).reciprocal_()
+        constant = noise_scale.log().add_(0.5 * _LOG_2PI)
+        return torch.addcmul(f_var, r, r).mul(weight).sub_(constant).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, f_mean, f_var, noise_scale = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        r = y - f_mean
+        weighted = grad * noise_scale.square().reciprocal()
+        grad_y = grad_mean = grad_var = grad_scale = None
+        if ctx.needs_input_grad[0]:
+            grad_y = (-weighted * r).sum_to_size(y.shape)
+        if ctx.needs_input_grad[1]:
+            grad_mean = (weighted * r).sum_to_size(f_mean.shape)
+        if ctx.needs_input_grad[2]:
+            grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
+        if ctx.needs_input_grad[3]:
+            total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
+            grad_scale = total / noise_scale
+        return grad_y, grad_mean, grad_var, grad_scale
 
 
 def expected_log_normal(
@@ -123,8 +156,7 @@ def expected_log_normal(
     -(log 2 pi + log s^2 + ((y - m)^2 + v) / s^2) / 2 for each output; `noise_scale` is a scalar
     or one per output, `(C,)`.
     """
-    squares = ((y - f_mean).square() + f_var) / noise_scale.square()
-    return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares).sum(-1)
+    return _ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
 
 
 def expected_log_heteroscedastic(
@@ -156,6 +188,58 @@ def expected_log_categorical_bound(
     """
     at_label = f_mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
     return at_label - torch.logsumexp(f_mean + 0.5 * f_var, -1)
+
+
+class _KLDiagonals(torch.autograd.Function):
+    """`kl_diagonals` for priors that are numbers, as one operation; differentiable at will.
+
+    With r = s / s0 the gradients are (m - m0) / s0^2 for m and r^2 - 1 for log s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, priors: list[tuple[float, float]], *parameters: Tensor) -> Tensor:
+        ctx.priors = priors
+        ctx.save_for_backward(*parameters)
+        total = parameters[0].new_zeros(())
+        constant = 0.0
+        for loc, log_scale, (prior_loc, prior_scale) in _triples(parameters, priors):
+            shift = _whitened(loc, prior_loc, prior_scale).reshape(-1)
+            scale = log_scale.exp().reshape(-1)
+            total.add_(shift.dot(shift), alpha=0.5).sub_(log_scale.sum())
+            total.add_(scale.dot(scale), alpha=0.5 / prior_scale**2)
+            constant += len(shift) * (0.5 - math.log(prior_scale))
+        return total.sub_(constant)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor] = []
+        for loc, log_scale, (prior_loc, prior_scale) in _triples(ctx.saved_tensors, ctx.priors):
+            shift = _whitened(loc, prior_loc, prior_scale)
+            squares = (2 * (log_scale - math.log(prior_scale))).exp()
+            grads += [shift * (grad / prior_scale), torch.addcmul(-grad, grad, squares)]
+        return None, *grads
+
+
+def _whitened(loc: Tensor, prior_loc: float, prior_scale: float) -> Tensor:
+    """(m - m0) / s0."""
+    return loc if (prior_loc, prior_scale) == (0, 1) else (loc - prior_loc) / prior_scale
+
+
+def _triples(
+    parameters: Sequence[Tensor], priors: list[tuple[float, float]]
+) -> Iterator[tuple[Tensor, Tensor, tuple[float, float]]]:
+    return zip(parameters[::2], parameters[1::2], priors, strict=True)
+
+
+def kl_diagonals(
+    sites: Sequence[tuple[Tensor, Tensor]], priors: Sequence[tuple[Any, Any]]
+) -> Float[Tensor, ""]:
+    """Sum of `kl_diagonal` over sites, each (loc, log_scale), from their priors (loc, scale)."""
+    if all(isinstance(p, int | float) for prior in priors for p in prior):
+        return _KLDiagonals.apply(list(priors), *(part for site in sites for part in site))
+    pairs = zip(sites, priors, strict=True)
+    parts = [kl_diagonal(loc, log_scale.exp(), *prior) for (loc, log_scale), prior in pairs]
+    return torch.stack(parts).sum()
 
 
 def kl_diagonal(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributions.transforms import ReshapeTransform
 
 from pyro_dak.additive import AdditiveLayer, Weights
-from pyro_dak.gaussian import FunctionMoments, kl_diagonal, kl_low_rank, kl_tril
+from pyro_dak.gaussian import FunctionMoments, kl_diagonal, kl_diagonals, kl_low_rank, kl_tril
 from pyro_dak.model import DAK
 from pyro_dak.validation import check_integer, check_positive
 
@@ -170,10 +170,11 @@ class MeanFieldGuide(_SiteNormals):
         return self._independent_roots(torch.diag_embed(self.z_scale))
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        return sum(
-            (kl_diagonal(*self._normal(name), *priors[name]) for name in self.weight_sites),
-            start=torch.zeros_like(self.mu_loc[0]),
-        )
+        sites = [
+            (getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale"))
+            for name in self.weight_sites
+        ]
+        return kl_diagonals(sites, [priors[name] for name in self.weight_sites])
 
 
 class UnitBlockGuide(_SiteNormals):

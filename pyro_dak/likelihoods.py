@@ -187,7 +187,7 @@ class GaussianLikelihood(Likelihood):
     @property
     def noise_scale(self) -> Tensor:
         """Standard deviation of the noise, a scalar or `(C,)`."""
-        return self.noise()
+        return self.noise.log_scale.exp()
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Normal(f, self.noise_scale).to_event(1)

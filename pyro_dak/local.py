@@ -43,6 +43,7 @@ __all__ = [
     "node_maps",
     "node_moments",
     "node_values",
+    "table_map",
 ]
 
 
@@ -264,22 +265,42 @@ def node_maps(
     return sparse(rows, columns, values, M), moments
 
 
+def table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to three rows for each node; float64.
+
+    The rows of node j are its mean, its variance and twice its covariance with node j + 1. Nodes 0
+    and M + 1, which do not exist, have zeros. Sparse, like `node_maps`.
+    """
+    M = 2**level - 1
+    node_map, moment_map = node_maps(level, delta)
+    mean_rows, mean_columns = node_map.indices()
+    rows, columns = moment_map.indices()
+    is_interval = rows >= M
+    rows = torch.where(is_interval, 3 * (rows - M) + 5, 3 * rows + 4)
+    indices = torch.stack(
+        [torch.cat([3 * mean_rows + 3, rows]), torch.cat([mean_columns, M + columns])]
+    )
+    values = torch.cat([node_map.values(), moment_map.values() * (1 + is_interval.double())])
+    size = (3 * (M + 2), 2 * M)
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
+
+
 class _SparseProduct(torch.autograd.Function):
-    """z -> z A^T for a constant A in compressed rows, `(K, M)` to `(K, R)`."""
+    """z -> A z for a constant A in compressed rows, `(M, K)` to `(R, K)`."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
         ctx.transposed = transposed
-        return (matrix @ z.mT).mT
+        return matrix @ z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.transposed @ grad.mT).mT, None, None
+        return ctx.transposed @ grad, None, None
 
 
 class LinearMap:
-    """A constant linear map of the last axis, `(..., M)` to `(..., R)`, dense or sparse.
+    """A constant linear map A, `(R, M)`, dense or sparse, of the last axis of a tensor.
 
     Args:
         matrix: sparse COO `(R, M)`.
@@ -293,10 +314,29 @@ class LinearMap:
             self.transposed = None if is_dense else matrix.mT.to_sparse_csr()
 
     def __call__(self, z: Tensor) -> Tensor:
+        """`(..., M)` to `(..., R)`."""
+        return self._columns(z).mT.reshape(*z.shape[:-1], -1)
+
+    def units_last(self, z: Tensor) -> Tensor:
+        """`(..., P, M)` to `(..., R, P)`."""
+        columns = self._columns(z)
+        if z.dim() == 3 and len(z) == 1:
+            return columns.unsqueeze(0)
+        return columns.reshape(-1, *z.shape[:-1]).movedim(0, -2)
+
+    def transpose(self, grad: Tensor) -> Tensor:
+        """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
+        F, R, P = grad.shape
+        flat = grad.transpose(0, 1).reshape(R, F * P)
+        product = self.matrix.mT @ flat if self.transposed is None else self.transposed @ flat
+        return product.mT.view(F, P, -1)
+
+    def _columns(self, z: Tensor) -> Tensor:
+        """A times the transpose of z with all but its last axis as one, `(R, K)`."""
+        flat = z.reshape(-1, z.shape[-1]).mT
         if self.transposed is None:
-            return z @ self.matrix.mT
-        flat = z.reshape(-1, z.shape[-1])
-        return _SparseProduct.apply(flat, self.matrix, self.transposed).reshape(*z.shape[:-1], -1)
+            return self.matrix @ flat
+        return _SparseProduct.apply(flat, self.matrix, self.transposed)
 
 
 class _GatherSum(torch.autograd.Function):

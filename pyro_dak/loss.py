@@ -31,7 +31,7 @@ class Loss(nn.Module):
             h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
             terms = self.objective.terms_from_units(self.model, guide, h, y, effective)
-            return torch.stack([-terms.elbo, *terms]) / num_data
+            return torch.stack([terms.kl - terms.expected_log_lik, *terms]) / num_data
         program = self._from_features if self.from_features else self.model
         loss = self.objective.differentiable_loss(program, self.guide, x, y, num_data=effective)
         unknown = torch.full_like(loss, math.nan)

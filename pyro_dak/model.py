@@ -1,7 +1,7 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -27,7 +27,7 @@ from pyro_dak.priors import (
 from pyro_dak.scaling import build_scaling
 from pyro_dak.validation import check_integer
 
-__all__ = ["DAK", "evaluating", "local_parameters"]
+__all__ = ["DAK", "evaluating", "local_parameters", "own_precision"]
 
 
 class DAK(PyroModule):
@@ -161,7 +161,7 @@ class DAK(PyroModule):
         """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
         N = h.shape[-2]
         h = h.to(self.layer.log_unit_scale.dtype)
-        with torch.autocast(h.device.type, enabled=False):  # mixed precision is for the network
+        with own_precision(h):  # mixed precision is for the network
             f = self.functions(h, self.sample_weights(h))
         if y is not None:
             y = self.likelihood.check_targets(y, self.num_outputs)
@@ -227,6 +227,14 @@ class DAK(PyroModule):
         }
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
+
+
+def own_precision(like: Tensor) -> AbstractContextManager[Any]:
+    """A context without autocast; where there is none already, it costs nothing."""
+    kind = like.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.guides import GaussianGuide, MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
-from pyro_dak.model import DAK
+from pyro_dak.model import DAK, own_precision
 from pyro_dak.validation import check_integer
 
 __all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]
@@ -107,7 +107,7 @@ class AnalyticELBO(ELBO):
             )
         scale = 1.0 if num_data is None else num_data / len(y)
         # Mixed precision is for the network; the last layer is cheap and keeps its own.
-        with torch.autocast(h.device.type, enabled=False):
+        with own_precision(h):
             moments = guide.moments(model.layer, h.to(model.layer.log_unit_scale.dtype))
             rows = self.expected_log_prob(model.likelihood, y, moments)
             return ELBOTerms(scale * rows.sum(), kl(model, guide))

@@ -51,14 +51,18 @@ class Scaling(nn.Module):
         # A single row has no spread: it is mapped by what earlier batches showed.
         if not self.training or (len(rows) < 2 and not self.is_synchronized):
             return self.apply_map(h, self.first, self.second)
-        first, second = self.batch_statistics(rows)
+        scaled, first, second = self.map_batch(rows)
         self._update(first.detach(), second.detach())
-        return self.apply_map(h, first, second)
+        return scaled.view(h.shape)
+
+    def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch `(N, P)` mapped by its own statistics, and these."""
+        first, second = self.batch_statistics(rows)
+        return self.apply_map(rows, first, second), first, second
 
     @torch.no_grad()
     def _update(self, first: Tensor, second: Tensor) -> None:
-        self.num_batches += 1
-        weight = (1 / self.num_batches).clamp(min=self.momentum).to(first.dtype)
+        weight = self.num_batches.add_(1).reciprocal().clamp_(min=self.momentum).to(first.dtype)
         self.first.lerp_(first, weight)
         self.second.lerp_(second, weight)
 
@@ -118,6 +122,18 @@ class Standardize(Scaling):
         super().__init__(num_units, bounds, momentum)
         check_positive("num_std", num_std)
         self.num_std, self.eps = num_std, eps
+
+    def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In one process torch's batch normalisation, whose gain and shift are constants here."""
+        if self.is_synchronized:
+            return super().map_batch(rows)
+        low, high = self.bounds
+        gain = rows.new_full((self.num_units,), (high - low) / (2 * self.num_std))
+        middle = rows.new_full((self.num_units,), (low + high) / 2)
+        scaled, mean, inverse_std = torch.native_batch_norm(
+            rows, gain, middle, None, None, True, 0.0, self.eps
+        )
+        return scaled, mean, (inverse_std.detach().pow(-2) - self.eps).clamp_(min=0)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance; over all processes if there are several."""

@@ -17,8 +17,9 @@ TORCH_ONLY = [
     ("boards", "grids", "kernels", "optimization"),
     ("factors",),
     ("local",),
+    ("interpolation",),
     ("activation", "calibration", "chains", "coordinates", "importance", "metrics", "scaling"),
-    ("gaussian", "stacked"),
+    ("gaussian",),
     ("additive",),
 ]
 WITH_PYRO = [

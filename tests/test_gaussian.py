@@ -380,3 +380,38 @@ def test_kl_of_the_standard_normal_equals_monte_carlo():
     z = q.sample((20_000,))
     draws = q.log_prob(z) - p.log_prob(z)
     assert within_four_standard_errors(draws, gaussian.kl_diagonal(loc, scale))
+
+
+@pytest.mark.parametrize("prior", [(0.0, 1.0), (0.3, 2.0), (torch.tensor(0.3), torch.tensor(2.0))])
+def test_kl_of_several_sites_is_the_sum_and_has_two_derivatives(prior):
+    sites = [(torch.randn(2, 3), 0.5 * torch.randn(2, 3)), (torch.randn(2), 0.5 * torch.randn(2))]
+    expected = sum(
+        torch.distributions.kl_divergence(
+            torch.distributions.Normal(loc, log_scale.exp()), torch.distributions.Normal(*prior)
+        ).sum()
+        for loc, log_scale in sites
+    )
+    priors = [prior, prior]
+    assert_close(gaussian.kl_diagonals(sites, priors), expected)
+    leaves = [part.requires_grad_() for site in sites for part in site]
+
+    def kl(*parts):
+        return gaussian.kl_diagonals([parts[:2], parts[2:]], priors)
+
+    assert torch.autograd.gradcheck(kl, leaves)
+    assert torch.autograd.gradgradcheck(kl, leaves)
+
+
+@pytest.mark.parametrize("noise_shape", [(), (2,)])
+def test_expected_log_normal_has_two_derivatives_with_draws_in_front(noise_shape):
+    leaves = (torch.randn(3, 2), torch.randn(4, 3, 2), torch.rand(4, 3, 2))
+    leaves = [leaf.requires_grad_() for leaf in (*leaves, 0.5 + torch.rand(noise_shape))]
+
+    def fn(y, mean, var, noise):
+        return gaussian.expected_log_normal(y.expand_as(mean), mean, var, noise)
+
+    y, mean, var, noise = leaves
+    naive = torch.distributions.Normal(mean, noise).log_prob(y) - var / (2 * noise**2)
+    assert_close(fn(*leaves), naive.sum(-1))
+    assert torch.autograd.gradcheck(fn, leaves)
+    assert torch.autograd.gradgradcheck(fn, leaves)

@@ -1,0 +1,105 @@
+"""The fused moments against their naive twins: values, gradients, a stack of members."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel, local
+from tests import reference
+
+
+def stack(level, lengthscale=1.0, E=3, P=2, N=40, F=2):
+    activation = KernelActivation(DyadicGrid(level), LaplaceKernel(lengthscale))
+    h = (0.5 + 0.6 * torch.randn(E, P, N)).requires_grad_()  # many outside the nodes
+    loc = torch.randn(F, E, P, activation.num_inducing, requires_grad=True)
+    var = torch.rand_like(loc, requires_grad=True)
+    return activation, h, loc, var
+
+
+@pytest.mark.parametrize(("level", "lengthscale"), [(1, 1.0), (2, 0.5), (5, 1.0), (9, 2.0)])
+def test_stacked_moments_and_gradients_are_those_of_each_member(level, lengthscale):
+    activation, h, loc, var = stack(level, lengthscale)
+    mean, variance = activation.stacked_moments(h, loc, var)
+    expected = [
+        activation.combine_moments(h[e].mT, loc[:, e], var[:, e], route="local") for e in range(3)
+    ]
+    expected_mean = torch.stack([m.mT for m, _ in expected], 1)
+    expected_var = torch.stack([v.mT for _, v in expected], 1)
+    assert_close(mean, expected_mean)
+    assert_close(variance, expected_var)
+    u, v = torch.randn_like(mean), torch.randn_like(mean)
+    found = torch.autograd.grad((u * mean + v * variance).sum(), (h, loc, var))
+    wanted = torch.autograd.grad((u * expected_mean + v * expected_var).sum(), (h, loc, var))
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+def test_gradient_of_stacked_moments_is_the_slope():
+    activation, h, loc, var = stack(level=3, N=5)
+    assert torch.autograd.gradcheck(
+        lambda h, loc, var: activation.stacked_moments(h, loc, var), (h, loc, var)
+    )
+
+
+def test_stacked_variance_in_single_precision_is_never_negative_on_a_fine_grid():
+    activation, h, loc, _ = stack(level=10)
+    var = torch.full_like(loc, 1e-8)
+    _, variance = activation.stacked_moments(h.float(), loc.float(), var.float())
+    assert (variance >= 0).all()
+
+
+@pytest.mark.parametrize("num_functions", [1, 3])
+@pytest.mark.parametrize("level", [1, 3, 8])
+def test_mean_field_moments_are_the_loop_inside_and_outside_the_grid(level, num_functions):
+    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(0.5))
+    h = torch.cat([1.5 * torch.randn(6, 2), torch.tensor([[-1.0, 1.0], [40.0, -40.0]])])
+    loc = torch.randn(num_functions, 2, activation.num_inducing)
+    scale, sigma = torch.rand_like(loc), torch.rand(2) + 0.5
+    mu, mu_scale = torch.randn(num_functions), torch.rand(num_functions)
+    found = activation.mean_field_moments(h, loc, scale, sigma, mu, mu_scale, route="local")
+    phi = reference.phi(h, activation.grid.inducing_points, 0.5)
+    expected = reference.moments_of_f(phi, loc, scale, sigma, mu, mu_scale)
+    assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_gradients_of_mean_field_moments_are_those_of_the_dense_route():
+    activation = KernelActivation(DyadicGrid(3))
+    loc, scale = torch.randn(2, 4, 7), torch.rand(2, 4, 7)
+    leaves = [torch.rand(9, 4), loc, scale, torch.rand(4) + 0.5, torch.randn(2), torch.rand(2)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    gradients = []
+    for route in ("dense", "local"):
+        mean, var = activation.mean_field_moments(*leaves, route=route)
+        gradients.append(torch.autograd.grad(mean.sin().sum() + var.square().sum(), leaves))
+    assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_moments_at_infinity_are_those_of_the_bias(value):
+    activation = KernelActivation(DyadicGrid(3))
+    loc, one = torch.randn(1, 2, 7), torch.ones(1)
+    h = torch.full((1, 2), value)
+    mean, var = activation.mean_field_moments(h, loc, loc.abs(), torch.ones(2), 2 * one, 3 * one)
+    assert_close((mean, var), (torch.tensor([[2.0]]), torch.tensor([[9.0]])))
+
+
+@pytest.mark.parametrize("level", [1, 2, 5])
+def test_table_holds_mean_variance_and_twice_the_covariance_of_every_node(level):
+    M = 2**level - 1
+    loc, var = torch.randn(M), torch.rand(M)
+    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(M + 2, 3)
+    constants = local.level_constants(level, 0.3, torch.float64, torch.device("cpu"))
+    nodes = local.node_moments(loc, var, constants)
+    cov = torch.nn.functional.pad(2 * nodes.cov, (0, 1))
+    assert_close(table[1:-1], torch.stack([nodes.mean, nodes.var, cov], -1))
+    assert not table[[0, -1]].any()
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_transpose_of_a_map_is_its_adjoint(is_dense):
+    matrix = torch.randn(5, 4) * (torch.rand(5, 4) < 0.5)
+    linear_map = local.LinearMap(matrix.to_sparse_coo(), is_dense)
+    z, grad = torch.randn(2, 3, 4), torch.randn(2, 5, 3)
+    assert_close(linear_map.units_last(z), torch.einsum("rm,fpm->frp", matrix, z))
+    left, right = (linear_map.units_last(z) * grad).sum(), (z * linear_map.transpose(grad)).sum()
+    assert_close(left, right)
