@@ -38,9 +38,7 @@ lint: setup
 	$(BIN)/mypy pyro_dak
 
 bench: setup
-	$(BIN)/python -m benchmarks.activation
-	$(BIN)/python -m benchmarks.prediction
-	$(BIN)/python -m benchmarks.images
+	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
 	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,10 +13,16 @@ __all__ = ["Timing", "saved_megabytes", "time_side_by_side"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Median of the repetitions and half their range, in milliseconds."""
+    """Median of the repetitions and half their range, in milliseconds, and all of them."""
 
     milliseconds: float
     spread: float
+    rounds: tuple[float, ...] = ()
+
+    def ratio_to(self, base: "Timing") -> tuple[float, float]:
+        """Median over the rounds of the ratio to another candidate's time, and half its range."""
+        ratios = [own / other for own, other in zip(self.rounds, base.rounds, strict=True)]
+        return statistics.median(ratios), (max(ratios) - min(ratios)) / 2
 
 
 def time_side_by_side(
@@ -40,7 +46,7 @@ def time_side_by_side(
                 fn()
             rounds[name].append((time.perf_counter() - start) / calls[name] * 1e3)
     return {
-        name: Timing(statistics.median(times), (max(times) - min(times)) / 2)
+        name: Timing(statistics.median(times), (max(times) - min(times)) / 2, tuple(times))
         for name, times in rounds.items()
     }
 

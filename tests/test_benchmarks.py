@@ -1,9 +1,11 @@
+import gzip
+import json
 import sys
 
 import pytest
 import torch
 
-from benchmarks import activation, nuts, timing
+from benchmarks import activation, growth, nuts, suite, timing
 
 
 @pytest.fixture
@@ -46,3 +48,45 @@ def test_timing_is_the_median_and_half_the_range():
     timings = timing.time_side_by_side({"a": lambda: None}, repetitions=3)
     assert timings["a"].milliseconds > 0
     assert timings["a"].spread >= 0
+
+
+def test_ratio_is_the_median_over_the_rounds():
+    base, own = timing.Timing(2.0, 1.0, (1.0, 2.0, 4.0)), timing.Timing(4.0, 2.0, (3.0, 4.0, 4.0))
+    assert own.ratio_to(base) == (2.0, 1.0)
+
+
+def test_slope_is_the_power():
+    assert growth.slope([1, 10, 100], [3.0, 3e2, 3e4]) == pytest.approx(2.0)
+
+
+@pytest.fixture
+def small_data(tmp_path, monkeypatch):
+    """Two small tables where the benchmark looks for kin40k and protein."""
+    (tmp_path / "uci").mkdir()
+    for name in ("kin40k", "protein"):
+        with gzip.open(tmp_path / "uci" / f"{name}.csv.gz", "wt") as text:
+            for row in torch.randn(40, 3).tolist():
+                text.write(",".join(map(str, row)) + "\n")
+    monkeypatch.setenv("PYRO_DAK_DATA", str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small_data")
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("a", {"nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"}),
+        ("b", {"nn", "dak_jensen", "dak_mc"}),
+        ("c", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
+        pytest.param("d", {"dak_cf"}, marks=pytest.mark.slow),
+        ("e", {"nn", "dak_cf", "dak_mc", "nn_svgp"}),
+    ],
+)
+def test_every_case_runs_and_every_time_is_a_ratio_to_a_peer(case, names):
+    torch.set_default_dtype(torch.float32)
+    table = suite.run(case, torch.get_num_threads(), repetitions=1, quick=True)
+    assert {row["name"] for row in table} == names
+    json.dumps(table, allow_nan=False)
+    for row in table:
+        assert "slope_of_time" in row or row["base"] in names
+    assert suite.format_rows(table).count("\n") > len(table)
