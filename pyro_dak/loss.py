@@ -49,7 +49,9 @@ def use_compiled(loss: Loss) -> None:
 
     def forward(*args: Any) -> Tensor:
         try:
-            return compiled(*args)
+            # The backward pass too is compiled here: later, its failure could not be caught.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                return compiled(*args)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             warnings.warn(f"compile=True failed, going on without it: {reason}", stacklevel=2)

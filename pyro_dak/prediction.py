@@ -212,7 +212,7 @@ def predict(
     num_samples: int = 100,
     residual_variance: bool = False,
     seed: int | None = None,
-    chunk_size: int = 16384,
+    chunk_size: int = 4096,
     progress: bool = True,
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
@@ -230,7 +230,7 @@ def predict(
         residual_variance: add the prior variance that the grid loses between and outside its nodes,
             so that far from the data the uncertainty returns to the prior's.
         seed: of the draws, where there are any; by default from torch's global state.
-        chunk_size: rows at a time.
+        chunk_size: rows at a time; few thousands fit the cache of a processor.
         progress: show a bar if it takes more than two seconds.
     """
     check_choice("method", method, ("mc", "probit"))

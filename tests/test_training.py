@@ -279,6 +279,38 @@ def test_compiled_training_equals_eager(tmp_path):
         assert_close(second[name], tensor, atol=1e-6, rtol=1e-6)
 
 
+FAILING_BACKWARD = """
+import functools, warnings, torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from pyro_dak import DAK, ClosedFormELBO, MeanFieldGuide
+from pyro_dak.loss import Loss, use_compiled
+
+def broken(graph, inputs):
+    raise RuntimeError("no backward pass here")
+
+backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=broken)
+torch.compile = functools.partial(torch.compile, backend=backend)
+model = DAK(nn.Identity(), 3, num_units=2)
+loss = Loss(model, MeanFieldGuide(model), ClosedFormELBO(), from_features=False)
+use_compiled(loss)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loss(torch.randn(5, 3), torch.randn(5, 1), 1.0, 5)[0].backward()
+assert any("going on without it" in str(w.message) for w in caught), caught
+assert model.layer.log_unit_scale.grad is not None
+"""
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_in_the_backward_pass_falls_back_too():
+    # In a process of its own: the compiler cannot look through the shape checks of the tests.
+    command = [sys.executable, "-c", FAILING_BACKWARD]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
     def broken(fn):
         def fail(*args):
