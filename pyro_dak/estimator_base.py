@@ -272,7 +272,8 @@ class TableEstimator(BaseEstimator):
         refit = (E == 1 or is_small) if self.refit is None else self.refit
         refit = refit and start is None
         first = start or self._build(max(E, _NUM_FOLDS) if is_small and refit else E, seed)
-        held_out = held_out_rows(N, len(first), self.validation_fraction, seed).to(rows.x.device)
+        held_out = held_out_rows(N, len(first), self.validation_fraction, seed, overlap=E > 1)
+        held_out = held_out.to(rows.x.device)
         x, y = rows.x[held_out], rows.y[held_out]  # (E, n, ...)
 
         @torch.no_grad()

@@ -23,7 +23,14 @@ __all__ = ["check_path", "read_estimator", "write_estimator"]
 
 # Attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
-_VALUES = ("calibration_", "tail_df_", "is_multi_output_", "n_features_in_", "num_rows_seen_")
+_VALUES = (
+    "calibration_",
+    "tail_df_",
+    "mixture_factor_",
+    "is_multi_output_",
+    "n_features_in_",
+    "num_rows_seen_",
+)
 
 
 def check_path(path: Path, overwrite: bool) -> None:

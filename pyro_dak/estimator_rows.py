@@ -58,15 +58,19 @@ def default_epochs(num_rows: int) -> int:
     return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
 
 
-def held_out_rows(num_rows: int, num_members: int, fraction: float, seed: int) -> Tensor:
+def held_out_rows(
+    num_rows: int, num_members: int, fraction: float, seed: int, overlap: bool = False
+) -> Tensor:
     """Row numbers that each member does not train on, `(E, n)`: parts that differ as far as can be.
 
     The parts follow each other in a random order of the rows, and start over at its end. No part
-    has more than 5,000 rows.
+    has more than 5,000 rows. With `overlap` the last n // 2 rows of a part are the first of the
+    next member's: two members have not seen them.
     """
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
     n = min(max(1, round(fraction * num_rows)), num_rows - 1, _MAX_HELD_OUT)
-    positions = torch.arange(num_members).unsqueeze(-1) * n + torch.arange(n)
+    distance = n - n // 2 if overlap else n
+    positions = torch.arange(num_members).unsqueeze(-1) * distance + torch.arange(n)
     return order[positions % num_rows]
 
 

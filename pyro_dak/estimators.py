@@ -20,7 +20,13 @@ from pyro_dak.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.mixtures import ClassMixture, StudentPrediction, covering_scale, fit_student
+from pyro_dak.mixtures import (
+    ClassMixture,
+    StudentPrediction,
+    covering_scale,
+    fit_student,
+    mixture_factor,
+)
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
@@ -59,6 +65,7 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         calibration_: factor of the squared scale of predictions, found on held-out rows.
         tail_df_: degrees of freedom of the predictive t distribution, found there too; infinite
             for normal tails.
+        mixture_factor_: another factor, for what the mean of several members errs less than one.
         history_: losses and held-out scores by epoch.
         n_features_in_: number of columns.
         feature_names_in_: their names, if `fit` was given a data frame.
@@ -146,17 +153,22 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         """The scale and tails that make the residuals of held-out rows most probable.
 
         For a single member the scale is raised, if need be, until intervals of 95 % cover that
-        share of these rows; the spread of several members widens theirs anyway.
+        share of these rows. That of several is lowered by what their mean errs less.
         """
-        mean, var = _normal(ensemble, moments)
-        residuals = ((y - mean) / var.sqrt()).double().cpu().numpy()
+        mean, var = (part.double().cpu().numpy() for part in _normal(ensemble, moments))
+        targets = y.double().cpu().numpy()
+        residuals = (targets - mean) / np.sqrt(var)
         self.calibration_, self.tail_df_ = fit_student(residuals)
         if self.ensemble_size == 1:
             covering = covering_scale(residuals, self.tail_df_)
             self.calibration_ = max(self.calibration_, covering)
+        overlap = targets.shape[1] // 2
+        self.mixture_factor_ = mixture_factor(
+            targets, mean, self.calibration_ * var, overlap, self.tail_df_, self.ensemble_size
+        )
 
     def _reset_calibration(self) -> None:
-        self.calibration_, self.tail_df_ = 1.0, math.inf
+        self.calibration_, self.tail_df_, self.mixture_factor_ = 1.0, math.inf, 1.0
 
     def predict_dist(self, X: Any) -> StudentPrediction:
         """The predictive distribution of y for each row: mean, variance, intervals, densities."""
@@ -169,7 +181,8 @@ class DAKRegressor(RegressorMixin, TableEstimator):
             parts.append([part.cpu().numpy() for part in (mean.mean(0), epistemic, aleatoric)])
         columns = slice(None) if self.is_multi_output_ else 0
         loc, known, noise = (np.concatenate(part) for part in zip(*parts, strict=True))
-        factor = self.y_scale_**2 / (1 - 2 / self.tail_df_)  # from squared scale to variance
+        factor = self.mixture_factor_ * self.y_scale_**2
+        factor = factor / (1 - 2 / self.tail_df_)  # from squared scale to variance
         return StudentPrediction(
             (self.y_mean_ + self.y_scale_ * loc)[:, columns],
             (factor * known)[:, columns],

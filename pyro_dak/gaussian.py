@@ -27,6 +27,7 @@ __all__ = [
     "kl_low_rank",
     "kl_tril",
     "kl_tril_to_tril",
+    "log_normalizer_bound",
     "mean_field_moments",
     "sample_marginals",
 ]
@@ -177,17 +178,53 @@ def expected_log_heteroscedastic(
     return -0.5 * (_LOG_2PI + eta_mean + squares).sum(-1)
 
 
-def expected_log_categorical_bound(
-    y: Int[Tensor, "*batch n"],
-    f_mean: Float[Tensor, "*#batch n c"],
-    f_var: Float[Tensor, "*#batch n c"],
-) -> Float[Tensor, "*batch n"]:
-    """Jensen's lower bound of E_q log softmax(f)_y, `(..., N)`.
+def _var_of_shifted(a: Tensor, moments: FunctionMoments) -> Tensor:
+    """Var(f_c - a^T f) of each function, `(..., N, F)`: of its own part and of the shared one."""
+    own = moments.var
+    if moments.root is not None:
+        own = own - moments.root.square().sum(0)
+    var = (1 - 2 * a) * own + (a.square() * own).sum(-1, keepdim=True)
+    if moments.root is not None:
+        shifted = moments.root - (a * moments.root).sum(-1, keepdim=True)  # (R, ..., N, F)
+        var = var + shifted.square().sum(0)
+    return var
 
-    E log sum_c exp f_c <= log sum_c E exp f_c = log sum_c exp(m_c + v_c / 2).
+
+def log_normalizer_bound(moments: FunctionMoments, num_steps: int = 3) -> Float[Tensor, "*batch n"]:
+    """An upper bound of E_q log sum_c exp f_c, `(..., N)`.
+
+    For any a, log sum_c exp f_c = a^T f + log sum_c exp(f_c - a^T f). Jensen's inequality on the
+    second part gives, with f ~ N(m, V),
+
+        B(a) = log sum_c exp(m_c + Var(f_c - a^T f) / 2)
+
+    (Knowles and Minka, 2011). a = 0 is Jensen's inequality alone. B is convex, with gradient
+    V (a - s), s the softmax of the exponents, and Hessian V + V (diag(s) - s s^T) V, at most
+    (1 + t / 2) V for any t above the eigenvalues of V, since diag(s) - s s^T is at most I / 2.
+    Steps a + (s - a) / (1 + t / 2) from a = 0 therefore never loosen the bound. Gradients are
+    those of B at the a that was found: where B is least, its derivative in a is zero.
+
+    Args:
+        moments: m and V.
+        num_steps: how often a is improved.
     """
-    at_label = f_mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-    return at_label - torch.logsumexp(f_mean + 0.5 * f_var, -1)
+    with torch.no_grad():
+        largest = moments.var.amax(-1, keepdim=True)
+        if moments.root is not None:
+            largest = largest + moments.root.square().sum((0, -1)).unsqueeze(-1)
+        a = torch.zeros_like(moments.var)
+        for _ in range(num_steps):
+            exponents = moments.mean + 0.5 * _var_of_shifted(a, moments)
+            a = torch.lerp(a, exponents.softmax(-1), 1 / (1 + 0.5 * largest))
+    return torch.logsumexp(moments.mean + 0.5 * _var_of_shifted(a, moments), -1)
+
+
+def expected_log_categorical_bound(
+    y: Int[Tensor, "*batch n"], moments: FunctionMoments
+) -> Float[Tensor, "*batch n"]:
+    """A lower bound of E_q log softmax(f)_y, `(..., N)`: m_y - `log_normalizer_bound`."""
+    at_label = moments.mean.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    return at_label - log_normalizer_bound(moments)
 
 
 class _KLDiagonals(torch.autograd.Function):

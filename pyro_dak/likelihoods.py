@@ -14,6 +14,7 @@ from pyro_dak.gaussian import (
     expected_log_categorical_bound,
     expected_log_heteroscedastic,
     expected_log_normal,
+    log_normalizer_bound,
 )
 from pyro_dak.validation import check_finite, check_floating, check_positive
 
@@ -316,7 +317,7 @@ class CategoricalLikelihood(Likelihood):
         return dist.Categorical(logits=f)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        return expected_log_categorical_bound(y, moments.mean, moments.var)
+        return expected_log_categorical_bound(y, moments)
 
     def class_probabilities(
         self, moments: FunctionMoments, draws: Tensor | None
@@ -360,9 +361,11 @@ class BernoulliLikelihood(Likelihood):
         return dist.Bernoulli(logits=f).to_event(1)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """y m - log(1 + exp(m + v / 2)): Jensen, as for the softmax over (0, f)."""
-        penalty = nn.functional.softplus(moments.mean + 0.5 * moments.var)
-        return (y * moments.mean - penalty).sum(-1)
+        """y m less the bound of E log(1 + exp f), the normalizer of the softmax over (0, f)."""
+        with_zero = [
+            nn.functional.pad(part.unsqueeze(-1), (1, 0)) for part in (moments.mean, moments.var)
+        ]
+        return (y * moments.mean - log_normalizer_bound(FunctionMoments(*with_zero))).sum(-1)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """With p = sigmoid(f): E p, Var p and E p (1 - p)."""

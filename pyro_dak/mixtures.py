@@ -12,7 +12,9 @@ __all__ = [
     "StudentPrediction",
     "covering_scale",
     "fit_student",
+    "mixture_factor",
     "student_log_density",
+    "student_scale",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -94,21 +96,52 @@ def student_log_density(r: Array, df: float) -> Array:
 _TAILS = (2.5, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, math.inf)
 
 
-def fit_student(r: Array) -> tuple[float, float]:
-    """Scale^2 and degrees of freedom of the t distribution under which r is most probable.
+def student_scale(r: Array, df: float) -> float:
+    """Scale^2 of the t distribution with `df` degrees of freedom under which r is most probable.
 
-    For each df the scale is the fixed point s^2 = mean((df + 1) r^2 / (df + r^2 / s^2)), which
-    outliers cannot carry away; the df is the best of a few.
+    The fixed point s^2 = mean((df + 1) r^2 / (df + r^2 / s^2)), which outliers cannot carry away.
     """
     squares = np.square(r).ravel()
+    s2 = max(float(squares.mean()), 1e-12)
+    for _ in range(0 if math.isinf(df) else 100):
+        s2 = max(float(((df + 1) * squares / (df + squares / s2)).mean()), 1e-12)
+    return s2
+
+
+def fit_student(r: Array) -> tuple[float, float]:
+    """Scale^2 and degrees of freedom, of a few, of the t under which r is most probable."""
     best = (-math.inf, 1.0, math.inf)
     for df in _TAILS:
-        s2 = max(float(squares.mean()), 1e-12)
-        for _ in range(0 if math.isinf(df) else 100):
-            s2 = max(float(((df + 1) * squares / (df + squares / s2)).mean()), 1e-12)
-        log_density = student_log_density(np.sqrt(squares / s2), df).mean() - 0.5 * math.log(s2)
+        s2 = student_scale(r, df)
+        log_density = student_log_density(r / math.sqrt(s2), df).mean() - 0.5 * math.log(s2)
         best = max(best, (float(log_density), s2, df))
     return best[1], best[2]
+
+
+def mixture_factor(y: Array, mean: Array, var: Array, overlap: int, df: float, size: int) -> float:
+    """By how much the squared scale of a mixture is to be multiplied, at most 1.
+
+    With q the variance between members over the squared error of one of them, the mean of E members
+    has squared error 1 - (1 - 1/E) q in units of that of one, while the variance of a mixture of
+    members as wide as their own errors is 1 + (1 - 1/E) q: too wide. Rows that two members have
+    not seen show q: half the mean square of the difference of their means.
+
+    Args:
+        y: targets of held-out rows, `(E, n, C)`.
+        mean: of each member there.
+        var: squared scale of each member's prediction there, calibrated.
+        overlap: the last so many rows of a member are the first of the next.
+        df: degrees of freedom of the predictions.
+        size: members of the mixture.
+    """
+    if overlap == 0 or size == 1:
+        return 1.0
+    last, first = (slice(None, -1), slice(-overlap, None)), (slice(1, None), slice(overlap))
+    pair_mean, pair_var = (np.stack((part[last], part[first])) for part in (mean, var))
+    error = student_scale((y[last] - pair_mean) / np.sqrt(pair_var), df)
+    difference = (pair_mean[0] - pair_mean[1]) / np.sqrt(2 * pair_var.mean(0))
+    q = (1 - 1 / size) * min(student_scale(difference, df) / error, 1.0)
+    return (1 - q) / (1 + q)
 
 
 def covering_scale(r: Array, df: float, level: float = 0.95) -> float:

@@ -159,7 +159,10 @@ class ClosedFormELBO(AnalyticELBO):
 
 
 class JensenELBO(AnalyticELBO):
-    """A lower bound of the ELBO without sampling, for classes: Jensen on the log-normalizer."""
+    """A lower bound of the ELBO without sampling, for classes: Jensen on the log-normalizer.
+
+    The normalizer is shifted first so that little is lost (`gaussian.log_normalizer_bound`).
+    """
 
     def expected_log_prob(
         self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments

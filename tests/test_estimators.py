@@ -26,7 +26,13 @@ from pyro_dak.estimator_rows import (
     held_out_rows,
     without,
 )
-from pyro_dak.mixtures import ClassMixture, StudentPrediction, covering_scale, fit_student
+from pyro_dak.mixtures import (
+    ClassMixture,
+    StudentPrediction,
+    covering_scale,
+    fit_student,
+    mixture_factor,
+)
 
 SMALL = {"hidden_layer_sizes": (16, 8), "num_units": 4, "level": 3, "progress": False}
 
@@ -304,6 +310,36 @@ def test_every_member_has_held_out_rows_of_its_own():
     assert len(held_out.flatten().unique()) == 50
     assert held_out_rows(10, 5, 0.4, seed=0).shape == (5, 4)
     assert held_out_rows(10**6, 1, 0.1, seed=0).shape == (1, 5000)
+
+
+@pytest.mark.parametrize("num_rows", [31, 100])
+def test_two_members_have_not_seen_the_rows_where_parts_overlap(num_rows):
+    held_out = held_out_rows(num_rows, 4, 0.3, seed=0, overlap=True)
+    half = held_out.shape[1] // 2
+    for member in range(3):
+        assert held_out[member, -half:].tolist() == held_out[member + 1, :half].tolist()
+        assert len(held_out[member : member + 2].unique()) == 2 * held_out.shape[1] - half
+
+
+@pytest.mark.parametrize("size", [2, 5, 20])
+@pytest.mark.parametrize("between", [0.2, 0.5])
+def test_mixture_has_the_scale_of_the_error_of_its_mean(between, size):
+    """Members err by noise that they share, and by noise of their own with variance `between`."""
+    rng, n = np.random.default_rng(0), 40_000
+    y = np.repeat(math.sqrt(1 - between) * rng.standard_normal((1, n, 1)), size, 0)
+    mean = math.sqrt(between) * rng.standard_normal((size, n, 1))
+    pair = [part.reshape(2, n, 1) for part in (y[:2], mean[:2])]
+    shifted = [np.stack((part[0], np.roll(part[1], n // 2, 0))) for part in pair]
+    factor = mixture_factor(*shifted, np.ones((2, n, 1)), n // 2, math.inf, size)
+    var = factor * (1 + mean.var(0))
+    error = y[0] - mean.mean(0)
+    assert np.mean(error**2 / var) == pytest.approx(1, rel=0.1)
+
+
+def test_mixture_factor_is_one_for_one_member_or_without_overlap():
+    y, var = np.random.default_rng(0).standard_normal((2, 8, 1)), np.ones((2, 8, 1))
+    assert mixture_factor(y, 0 * y, var, 4, math.inf, size=1) == 1
+    assert mixture_factor(y, 0 * y, var, 0, math.inf, size=2) == 1
 
 
 def test_chunks_cover_all_rows_and_are_shorter_for_long_rows():

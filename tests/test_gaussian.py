@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 
 from pyro_dak import gaussian
 from pyro_dak.activation import KernelActivation
+from pyro_dak.gaussian import FunctionMoments
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.kernels import RBFKernel
 from tests import reference
@@ -256,26 +258,88 @@ def test_expected_log_heteroscedastic_with_known_noise_is_homoscedastic():
     assert_close(value, gaussian.expected_log_normal(y, f_mean, f_var, noise_scale))
 
 
+def class_moments(spread=1.0, rank=None, num_rows=6, num_classes=4):
+    """q(f) of a few classes, with correlations if there is a rank."""
+    mean, var = torch.randn(num_rows, num_classes), spread * torch.rand(num_rows, num_classes)
+    if rank is None:
+        return FunctionMoments(mean, var)
+    root = (spread / 2) ** 0.5 * torch.randn(rank, num_rows, num_classes)
+    return FunctionMoments(mean, var + root.square().sum(0), root)
+
+
+def naive_bound(moments, a):
+    """E a^T f + log sum_c E exp(f_c - a^T f), from the covariance of f."""
+    mean, var, root = moments
+    covariance = torch.diag_embed(var)
+    if root is not None:
+        shared = torch.einsum("rna,rnb->nab", root, root)
+        covariance = torch.diag_embed(var - root.square().sum(0)) + shared
+    rows = torch.eye(mean.shape[-1]) - a.unsqueeze(-2)  # (N, C, C): e_c - a
+    shifted_mean = torch.einsum("nck,nk->nc", rows, mean)
+    shifted_var = torch.einsum("nck,nkl,ncl->nc", rows, covariance, rows)
+    return (a * mean).sum(-1) + torch.logsumexp(shifted_mean + shifted_var / 2, -1)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 9.0])
-def test_jensen_bound_is_below_monte_carlo(spread):
-    y, f_mean, f_var = torch.randint(4, (6,)), torch.randn(6, 4), spread * torch.rand(6, 4)
-    f = f_mean + f_var.sqrt() * torch.randn(20_000, 6, 4)
-    draws = Categorical(logits=f).log_prob(y)
-    bound = gaussian.expected_log_categorical_bound(y, f_mean, f_var)
+def test_categorical_bound_is_below_monte_carlo(spread, rank):
+    y, q = torch.randint(4, (6,)), class_moments(spread, rank)
+    draws = Categorical(logits=gaussian.sample_marginals(q, 20_000)).log_prob(y)
     standard_error = draws.std(0) / math.sqrt(len(draws))
+    bound = gaussian.expected_log_categorical_bound(y, q)
     assert (bound <= draws.mean(0) + 4 * standard_error).all()
 
 
-def test_jensen_bound_is_tight_without_variance():
-    y, f_mean = torch.randint(4, (6,)), torch.randn(6, 4)
-    bound = gaussian.expected_log_categorical_bound(y, f_mean, torch.zeros(6, 4))
-    assert_close(bound, Categorical(logits=f_mean).log_prob(y))
+def test_categorical_bound_is_tight_without_variance():
+    y, q = torch.randint(4, (6,)), class_moments(spread=0.0)
+    bound = gaussian.expected_log_categorical_bound(y, q)
+    assert_close(bound, Categorical(logits=q.mean).log_prob(y))
 
 
-def test_jensen_bound_equals_the_exact_expectation_for_one_class():
-    y, f_mean, f_var = torch.zeros(3, dtype=torch.int64), torch.randn(3, 1), torch.rand(3, 1)
-    bound = gaussian.expected_log_categorical_bound(y, f_mean, f_var)
-    assert_close(bound, -f_var.squeeze(-1) / 2)  # log softmax is 0; Jensen loses v / 2
+@pytest.mark.parametrize("rank", [None, 2])
+def test_bound_without_steps_is_jensens_inequality(rank):
+    q = class_moments(rank=rank)
+    bound = gaussian.log_normalizer_bound(q, num_steps=0)
+    assert_close(bound, torch.logsumexp(q.mean + q.var / 2, -1))
+
+
+def test_bound_of_one_class_is_exact_in_the_limit():
+    q = class_moments(num_classes=1)
+    assert_close(gaussian.log_normalizer_bound(q, num_steps=200), q.mean.squeeze(-1))
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 9.0, 400.0])
+def test_steps_never_loosen_the_bound(spread, rank):
+    q = class_moments(spread, rank, num_rows=50)
+    bounds = [gaussian.log_normalizer_bound(q, steps) for steps in range(12)]
+    assert all((tighter <= looser + 1e-9).all() for looser, tighter in pairwise(bounds))
+    assert (bounds[3] < bounds[0]).all()
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_bound_in_the_limit_is_the_least_over_all_shifts(rank):
+    q = class_moments(rank=rank)
+    a = torch.zeros(6, 4, requires_grad=True)
+    optimizer = torch.optim.LBFGS([a], max_iter=500, tolerance_grad=1e-12, tolerance_change=0)
+
+    def loss():
+        optimizer.zero_grad()
+        value = naive_bound(q, a).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    bound = gaussian.log_normalizer_bound(q, num_steps=500)
+    assert_close(bound, naive_bound(q, a.detach()))
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_gradient_of_the_bound_in_the_limit_is_that_of_its_value(rank):
+    q = [part.requires_grad_() for part in class_moments(rank=rank) if part is not None]
+    assert torch.autograd.gradcheck(
+        lambda *parts: gaussian.log_normalizer_bound(FunctionMoments(*parts), num_steps=300), q
+    )
 
 
 # KL divergences
