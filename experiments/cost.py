@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 from tqdm.auto import tqdm
 
 import models
@@ -32,12 +33,19 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _standardized(values: Tensor) -> Tensor:
+    """Zero mean and unit variance; a column that is constant in these rows becomes zero."""
+    std = values.std(0)
+    scaled = (values - values.mean(0)) / torch.where(std > 0, std, 1)
+    return scaled.to(torch.get_default_dtype())
+
+
 def epoch_seconds(dataset: str, data_root: str | None, rows: int, rounds: int) -> dict[str, float]:
     """Median seconds of a warm epoch of each candidate."""
     preset = PRESETS["best"]
     recipe = replace(preset.recipe, epochs=2)
     x, y = (part[:rows] for part in load_regression(dataset, data_root))
-    x, y = (((part - part.mean(0)) / part.std(0)).to(torch.get_default_dtype()) for part in (x, y))
+    x, y = (_standardized(part) for part in (x, y))
     seconds: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     for _ in tqdm(range(rounds), desc=dataset, unit="round", leave=False):
         for name, (board_name, extra) in CANDIDATES.items():
@@ -66,10 +74,10 @@ def main(
 ) -> None:
     """Time the epochs, print the table, write the seconds."""
     torch.set_num_threads(1)
-    results = {
-        name: epoch_seconds(name, data_root, rows, repetitions) for name in dataset or PAPER_SETS
-    }
-    write_json(out, {"seconds": results, "rows": rows, "commit": git_commit()})
+    results = {}
+    for name in dataset or PAPER_SETS:
+        results[name] = epoch_seconds(name, data_root, rows, repetitions)
+        write_json(out, {"seconds": results, "rows": rows, "commit": git_commit()})
     print(f"Seconds per epoch as multiples of DAK-CF's, median of {repetitions} rounds.\n")
     print(table(results))
 
