@@ -7,10 +7,10 @@ peak memory of that process above one with a single batch.
 
 import math
 import multiprocessing
-import resource
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -111,6 +111,15 @@ def _growth_row(
     }
 
 
+def _peak_megabytes() -> float:
+    """Peak memory of this process alone; `ru_maxrss` would start from its parent's."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        raise RuntimeError("Growth with N reads /proc/self/status, which Linux alone has.")
+    line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
 def fit_rows(num_rows: int, num_threads: int) -> tuple[float, float]:
     """Milliseconds of an epoch over so many rows, and the peak memory of this process in MB."""
     torch.set_num_threads(num_threads)
@@ -127,8 +136,7 @@ def fit_rows(num_rows: int, num_threads: int) -> tuple[float, float]:
         seed=0,
         progress=False,
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return 1e3 * history.seconds[0], peak
+    return 1e3 * history.seconds[0], _peak_megabytes()
 
 
 def _growth_with_rows(repetitions: int, quick: bool) -> Row:

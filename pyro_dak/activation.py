@@ -148,7 +148,7 @@ class KernelActivation(nn.Module):
         constants = self._local_constants(z_loc)
         if constants.table_map is None or torch.compiler.is_compiling():
             return local.node_moments(z_loc, z_var, constants.levels)
-        table = constants.table_map(torch.cat([z_loc, z_var], -1))
+        table = constants.table_map(torch.cat(torch.broadcast_tensors(z_loc, z_var), -1))
         mean, var, cov = table.unflatten(-1, (-1, 3))[..., 1:-1, :].unbind(-1)
         return local.NodeMoments(mean, var, cov[..., :-1] / 2)
 
@@ -156,7 +156,8 @@ class KernelActivation(nn.Module):
         """The table of `interpolated_moments`, `(..., 3 M + 6, P)`, for z `(..., P, M)`."""
         constants = self._local_constants(z_loc)
         if constants.table_map is not None and not torch.compiler.is_compiling():
-            return constants.table_map.units_last(torch.cat([z_loc, z_var], -1))
+            both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
+            return constants.table_map.units_last(both)
         mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
         nodes = torch.stack([mean, var, 2 * F.pad(cov, (0, 1))], -1)  # (..., P, M, 3)
         return F.pad(nodes, (0, 0, 1, 1)).flatten(-2).mT
@@ -198,7 +199,7 @@ class KernelActivation(nn.Module):
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
         table = self._moment_table(loc, var)
-        if h.dim() == 2 and loc.dim() == 3:
+        if h.dim() == 2 and table.dim() == 3:
             mean, variance = self._interpolate_moments(h.mT.unsqueeze(0), table, unit_scale)
             return mean.squeeze(1).mT, variance.squeeze(1).mT
         h, table, arrange = _stacked(h, table)

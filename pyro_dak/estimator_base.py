@@ -48,6 +48,9 @@ _LEAST_ROWS = 20
 class TableEstimator(BaseEstimator):
     """Base of the estimators; subclasses say what targets, likelihood and calibration are."""
 
+    # Whether `_calibrate` looks at rows that two members have not seen.
+    _shares_held_out_rows = False
+
     def __init__(
         self,
         ensemble_size: int = 1,
@@ -256,8 +259,8 @@ class TableEstimator(BaseEstimator):
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
         """Train on the rows: hold some out, calibrate on them, and then use them too.
 
-        First pass: every member trains without a held-out part of its own, which says when to stop
-        and how wide predictions must be. With few rows, or one member, a second pass trains on all
+        First pass: every member trains without a held-out part, which says when to stop and how
+        wide predictions must be. With few rows, or one member, a second pass trains on all
         rows for as long as the first one found best.
         """
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -272,7 +275,8 @@ class TableEstimator(BaseEstimator):
         refit = (E == 1 or is_small) if self.refit is None else self.refit
         refit = refit and start is None
         first = start or self._build(max(E, _NUM_FOLDS) if is_small and refit else E, seed)
-        held_out = held_out_rows(N, len(first), self.validation_fraction, seed, overlap=E > 1)
+        overlap = E > 1 and self._shares_held_out_rows
+        held_out = held_out_rows(N, len(first), self.validation_fraction, seed, overlap)
         held_out = held_out.to(rows.x.device)
         x, y = rows.x[held_out], rows.y[held_out]  # (E, n, ...)
 

@@ -99,6 +99,8 @@ def read_estimator(
         parameters["hidden_layer_sizes"] = tuple(parameters["hidden_layer_sizes"])
         estimator = classes[content["name"]](**parameters)
         state = {name: content["values"][name] for name in _VALUES if name in content["values"]}
+        if "tail_df_" in state:
+            state.setdefault("mixture_factor_", 1.0)  # files of older versions have none
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:

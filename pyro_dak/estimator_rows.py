@@ -61,7 +61,7 @@ def default_epochs(num_rows: int) -> int:
 def held_out_rows(
     num_rows: int, num_members: int, fraction: float, seed: int, overlap: bool = False
 ) -> Tensor:
-    """Row numbers that each member does not train on, `(E, n)`: parts that differ as far as can be.
+    """Row numbers that each member does not train on, `(E, n)`.
 
     The parts follow each other in a random order of the rows, and start over at its end. No part
     has more than 5,000 rows. With `overlap` the last n // 2 rows of a part are the first of the

@@ -71,6 +71,8 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         feature_names_in_: their names, if `fit` was given a data frame.
     """
 
+    _shares_held_out_rows = True
+
     def __init__(
         self,
         ensemble_size: int = 1,

@@ -182,7 +182,7 @@ def _var_of_shifted(a: Tensor, moments: FunctionMoments) -> Tensor:
     """Var(f_c - a^T f) of each function, `(..., N, F)`: of its own part and of the shared one."""
     own = moments.var
     if moments.root is not None:
-        own = own - moments.root.square().sum(0)
+        own = (own - moments.root.square().sum(0)).clamp(min=0)
     var = (1 - 2 * a) * own + (a.square() * own).sum(-1, keepdim=True)
     if moments.root is not None:
         shifted = moments.root - (a * moments.root).sum(-1, keepdim=True)  # (R, ..., N, F)

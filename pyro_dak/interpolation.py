@@ -194,7 +194,7 @@ def _two_nodes(
     """
     low, spacing, _, signs, table = constants
     last = table.shape[-1] - 1
-    largest = torch.finfo(h.dtype).max  # infinity minus infinity would be NaN below
+    largest = torch.finfo(h.dtype).max ** 0.5  # infinity minus infinity would be NaN below
     x = (h - low).div_(spacing).clamp_(-largest, largest)
     j = x.clamp(0, last).long().clamp_(0, last)
     a = x.sub_(j).unsqueeze(1)
@@ -228,7 +228,7 @@ def interpolated_moments(
         h: inputs of the units; contiguous rows make the operations fast.
         table: for each node 0 to M + 1 three rows, its mean, its variance, and twice its covariance
             with the next node; nodes 0 and M + 1 do not exist and have zeros. For U = E P units.
-        sigma: scales of the units, or None for 1.
+        sigma: scales of the units, not zero, or None for 1.
         constants: of the grid.
     """
     return _InterpolatedMoments.apply(h, table, sigma, constants)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ class Loss(nn.Module):
         return self.model.observe(self.model.embed(x), y, num_data)
 
 
+def _backward_at_once() -> AbstractContextManager[object]:
+    """Inside, the backward pass is compiled with the forward pass, so that failures can be caught.
+
+    Older versions of torch have no such setting, and compile it when it is first run.
+    """
+    name = "force_non_lazy_backward_lowering"
+    config = torch._functorch.config
+    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
+
+
 def use_compiled(loss: Loss) -> None:
     """Compile the forward pass of a loss; where that fails, warn and go on without."""
     loss.model.layer.activation.prepare(loss.model.layer.log_unit_scale)
@@ -49,8 +59,7 @@ def use_compiled(loss: Loss) -> None:
 
     def forward(*args: Any) -> Tensor:
         try:
-            # The backward pass too is compiled here: later, its failure could not be caught.
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with _backward_at_once():
                 return compiled(*args)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

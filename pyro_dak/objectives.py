@@ -161,7 +161,7 @@ class ClosedFormELBO(AnalyticELBO):
 class JensenELBO(AnalyticELBO):
     """A lower bound of the ELBO without sampling, for classes: Jensen on the log-normalizer.
 
-    The normalizer is shifted first so that little is lost (`gaussian.log_normalizer_bound`).
+    The normalizer is shifted first so that less is lost (`gaussian.log_normalizer_bound`).
     """
 
     def expected_log_prob(

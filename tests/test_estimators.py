@@ -312,6 +312,15 @@ def test_every_member_has_held_out_rows_of_its_own():
     assert held_out_rows(10**6, 1, 0.1, seed=0).shape == (1, 5000)
 
 
+def test_files_without_the_factor_of_mixtures_are_read_with_one(tmp_path):
+    """Those of versions that had none."""
+    X, y = np.random.default_rng(0).standard_normal((30, 2)), np.arange(30.0)
+    estimator = DAKRegressor(epochs=1, progress=False).fit(X, y)
+    del estimator.mixture_factor_
+    path = estimator.save(tmp_path / "model")
+    assert DAKRegressor.load(path).mixture_factor_ == 1
+
+
 @pytest.mark.parametrize("num_rows", [31, 100])
 def test_two_members_have_not_seen_the_rows_where_parts_overlap(num_rows):
     held_out = held_out_rows(num_rows, 4, 0.3, seed=0, overlap=True)

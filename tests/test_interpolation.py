@@ -103,3 +103,13 @@ def test_transpose_of_a_map_is_its_adjoint(is_dense):
     assert_close(linear_map.units_last(z), torch.einsum("rm,fpm->frp", matrix, z))
     left, right = (linear_map.units_last(z) * grad).sum(), (z * linear_map.transpose(grad)).sum()
     assert_close(left, right)
+
+
+@pytest.mark.parametrize("route", ["dense", "local"])
+def test_variances_of_weights_may_have_a_batch_that_the_means_lack(route):
+    activation = KernelActivation(DyadicGrid(3), LaplaceKernel())
+    h, loc, var = torch.rand(5, 2), torch.randn(3, 2, 7), torch.rand(4, 3, 2, 7)
+    mean, variance = activation.combine_moments(h, loc, var, route=route)
+    for s in range(4):
+        expected = activation.combine_moments(h, loc, var[s], route="dense")
+        assert_close((mean if mean.dim() == 2 else mean[s], variance[s]), expected)
