@@ -5,8 +5,9 @@
 
 The recipe is the paper's: a CNN with 128 features, P = 16 units, M = 63 inducing points on
 [-1, 1], Adadelta with rate 1 that falls by 0.7 each epoch, weight decay 1e-4, 20 epochs. `digits`
-is a small set that needs no file. A run is one json under the results directory, with its learning
-curve; a run that is there already is not made again, and one that was stopped goes on.
+is a small set that needs no file. Only the start of DAK's units on MNIST is ours (`DAK_OPTIONS`).
+A run is one json under the results directory, with its learning curve; a run that is there already
+is not made again, and one that was stopped goes on.
 """
 
 from dataclasses import replace
