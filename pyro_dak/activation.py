@@ -18,6 +18,7 @@ from pyro_dak.interpolation import (
     mean_field_moments,
 )
 from pyro_dak.kernels import Kernel, LaplaceKernel
+from pyro_dak.serving import FixedMoments
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
 __all__ = ["KernelActivation", "Route", "dense_is_faster"]
@@ -149,18 +150,17 @@ class KernelActivation(nn.Module):
         if constants.table_map is None or torch.compiler.is_compiling():
             return local.node_moments(z_loc, z_var, constants.levels)
         table = constants.table_map(torch.cat(torch.broadcast_tensors(z_loc, z_var), -1))
-        mean, var, cov = table.unflatten(-1, (-1, 3))[..., 1:-1, :].unbind(-1)
+        mean, var, cov = table.unflatten(-1, (3, -1))[..., 1:-1].unbind(-2)
         return local.NodeMoments(mean, var, cov[..., :-1] / 2)
 
     def _moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
-        """The table of `interpolated_moments`, `(..., 3 M + 6, P)`, for z `(..., P, M)`."""
+        """The table of `interpolated_moments`, `(..., 3, M + 2, P)`, for z `(..., P, M)`."""
         constants = self._local_constants(z_loc)
         if constants.table_map is not None and not torch.compiler.is_compiling():
             both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
-            return constants.table_map.units_last(both)
+            return constants.table_map.units_last(both).unflatten(-2, (3, -1))
         mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
-        nodes = torch.stack([mean, var, 2 * F.pad(cov, (0, 1))], -1)  # (..., P, M, 3)
-        return F.pad(nodes, (0, 0, 1, 1)).flatten(-2).mT
+        return F.pad(torch.stack([mean, var, 2 * F.pad(cov, (0, 1))], -3), (1, 1)).mT
 
     def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
         """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
@@ -198,13 +198,26 @@ class KernelActivation(nn.Module):
             phi = self.features(h)
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        table = self._moment_table(loc, var)
-        if h.dim() == 2 and table.dim() == 3:
-            mean, variance = self._interpolate_moments(h.mT.unsqueeze(0), table, unit_scale)
-            return mean.squeeze(1).mT, variance.squeeze(1).mT
-        h, table, arrange = _stacked(h, table)
+        h, table, arrange = _stacked(h, self._moment_table(loc, var))
         mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
         return arrange(mean), arrange(variance)
+
+    def fixed_moments(
+        self, loc: Tensor, var: Tensor, route: Route = "auto"
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """`combine_moments` as a function of h `(N, P)`; what depends on q alone is computed once.
+
+        Args:
+            loc: means of the weights, `(C, P, M)` in level order.
+            var: their variances, like `loc`.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        if self._takes_dense_route(route, loc):
+            return lambda h: self.combine_moments(h, loc, var, route="dense")
+        if self.delta > 1:
+            return lambda h: self.combine_moments(h, loc, var, route="local")
+        nodes = self.node_moments(loc.double(), var.double())
+        return FixedMoments(nodes, self._local_constants(loc).intervals)
 
     def mean_field_moments(
         self,
@@ -267,7 +280,7 @@ class KernelActivation(nn.Module):
         assert constants is not None
         if unit_scale is not None and unit_scale.dim() == 1:
             unit_scale = unit_scale.unsqueeze(0)
-        return interpolated_moments(h.contiguous(), table, unit_scale, constants)
+        return interpolated_moments(h, table, unit_scale, constants)
 
     def interpolate_units(self, h: Tensor, values: Tensor) -> Tensor:
         """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
@@ -405,19 +418,20 @@ def _stacked(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor
 
     Args:
         h: `(*b1, N, P)`.
-        table: `(*b2, C, R, P)`; b1 and b2 broadcast.
+        table: `(*b2, C, 3, R, P)`; b1 and b2 broadcast.
     """
     N, P = h.shape[-2:]
-    C, R = table.shape[-3:-1]
-    batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-3])
+    C, three, R, _ = table.shape[-4:]
+    batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-4])
     if math.prod(h.shape[:-2]) == 1:
-        table = table.reshape(-1, R, P)
+        table = table.reshape(-1, three, R, P)
         return h.reshape(1, N, P), table, lambda out: out.view(*batch, C, N).mT
-    if math.prod(table.shape[:-3]) == 1:
-        h, table = h.reshape(1, -1, P), table.reshape(C, R, P)
+    if math.prod(table.shape[:-4]) == 1:
+        h, table = h.reshape(1, -1, P), table.reshape(C, three, R, P)
         return h, table, lambda out: out.view(C, *batch, N).movedim(0, -1)
     E = math.prod(batch)
-    table = table.expand(*batch, C, R, P).reshape(E, C, R, P).movedim(0, 2).flatten(2)
+    table = table.expand(*batch, C, three, R, P).reshape(E, C, three, R, P)
+    table = table.movedim(0, 3).flatten(3)
     h = h.expand(*batch, N, P).reshape(E, N, P)
     return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)
 

@@ -7,7 +7,8 @@ conditional distribution given those before it: no auxiliary site is needed.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pyro
@@ -75,6 +76,10 @@ class GaussianGuide(PyroModule):
     def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
         """The exact q(f) at unit inputs h `(N, P)`, for a layer without shrinkage."""
         raise NotImplementedError
+
+    def fixed_moments(self, layer: AdditiveLayer) -> Callable[[Tensor], FunctionMoments]:
+        """`moments` as a function of h, for many calls with the same q."""
+        return partial(self.moments, layer)
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         """KL of the weights from normal priors given as (loc, scale) by site, a scalar."""
@@ -157,14 +162,18 @@ class MeanFieldGuide(_SiteNormals):
     def sample_weights(self) -> dict[str, Tensor]:
         return {n: pyro.sample(n, self.normal_distribution(n)) for n in self.weight_sites}
 
-    def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
+    def _weights(self) -> tuple[Weights, Weights]:
+        """Means and standard deviations."""
         parts = {name: self._normal(name) for name in self.weight_sites}
         linear_loc, linear_scale = parts.get("linear", (None, None))
-        return layer.moments(
-            h,
-            Weights(parts["z"][0], parts["mu"][0], linear_loc),
-            Weights(parts["z"][1], parts["mu"][1], linear_scale),
-        )
+        (z, z_scale), (mu, mu_scale) = parts["z"], parts["mu"]
+        return Weights(z, mu, linear_loc), Weights(z_scale, mu_scale, linear_scale)
+
+    def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
+        return layer.moments(h, *self._weights())
+
+    def fixed_moments(self, layer: AdditiveLayer) -> Callable[[Tensor], FunctionMoments]:
+        return layer.fixed_moments(*self._weights())
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
         return self._independent_roots(torch.diag_embed(self.z_scale))

@@ -20,23 +20,28 @@ __all__ = [
     "interpolated_moments",
     "interval_constants",
     "mean_field_moments",
+    "sinh_ratio",
 ]
 
 
 class IntervalConstants(NamedTuple):
-    """Constants of a grid with M nodes, as tensors, which spares torch the conversion of numbers.
+    """Constants of a grid whose nodes 1 to M are at low + j spacing; delta is in lengthscales.
 
-    Node j is at low + j spacing, and delta is the spacing over the lengthscale, slope = delta /
-    spacing. `signs` is (-delta, delta), `(2, 1, 1)`. `table` is `(3, M + 1)`, by interval: 0 and
-    -delta, or -infinity where the left and the right node do not exist, and -n, where n is
-    1 / (1 - exp(-2 delta)), or 1 in the two unbounded intervals.
+    Tensors spare torch the conversion of numbers. `slope` = delta / spacing; `square_at_ends` =
+    1 / sinh(delta)^2; `ends` = (1, 0) and `signs` = (-1, 1), `(2, 1, 1, 1)`; `coefficients` are
+    those of `_sinh_coefficients`; `last` is the largest number below M.
     """
 
     low: Tensor
     spacing: Tensor
     slope: Tensor
+    square_at_ends: Tensor
+    ends: Tensor
     signs: Tensor
-    table: Tensor
+    coefficients: tuple[Tensor, ...]
+    delta: float
+    num_nodes: int
+    last: float
 
 
 def interval_constants(
@@ -48,71 +53,138 @@ def interval_constants(
     device: torch.device,
 ) -> IntervalConstants:
     """The constants of a grid, computed in float64 and then cast."""
-    table = torch.zeros(3, num_nodes + 1, dtype=torch.float64)
-    table[1] = -delta
-    table[0, 0] = table[1, -1] = -math.inf
-    table[2] = 1 / math.expm1(-2 * delta)
-    table[2, [0, -1]] = -1.0
-    signs = torch.tensor([-delta, delta], dtype=torch.float64).view(2, 1, 1)
-    numbers = (torch.tensor(v, dtype=torch.float64) for v in (low, spacing, delta / spacing))
-    return IntervalConstants(*(part.to(device, dtype) for part in (*numbers, signs, table)))
+
+    def constant(value: float | list[float]) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64).to(device, dtype)
+
+    M = torch.tensor(float(num_nodes), dtype=dtype, device="cpu")
+    return IntervalConstants(
+        low=constant(low),
+        spacing=constant(spacing),
+        slope=constant(delta / spacing),
+        square_at_ends=constant(4 * math.exp(-2 * delta) / math.expm1(-2 * delta) ** 2),
+        ends=constant([1.0, 0.0]).view(2, 1, 1, 1),
+        signs=constant([-1.0, 1.0]).view(2, 1, 1, 1),
+        coefficients=constant(_sinh_coefficients(delta, torch.finfo(dtype).eps)).unbind(),
+        delta=delta,
+        num_nodes=num_nodes,
+        last=float(torch.nextafter(M, torch.zeros_like(M))),
+    )
+
+
+def _sinh_coefficients(delta: float, eps: float) -> list[float]:
+    """c_k with sinh(a delta) / sinh(delta) = sum_k c_k a^(2 k + 1), as many as matter for a <= 1.
+
+    c_k = delta^(2 k + 1) / ((2 k + 1)! sinh(delta)). They are positive and sum to 1, so nothing
+    cancels. Three do in float32 for M = 7 on one lengthscale, two for M = 63, and cost a fraction
+    of expm1. None for delta > 1, where there would be too many.
+    """
+    if delta > 1:
+        return []
+    coefficients, c, k = [], delta / math.sinh(delta), 0
+    while c > eps / 8:
+        coefficients.append(c)
+        k += 1
+        c *= delta**2 / (2 * k * (2 * k + 1))
+    return coefficients
+
+
+def _two_nodes(
+    h: Tensor, sigma: Tensor | None, constants: IntervalConstants
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the two nodes of each input: weights and places in a table `(2, E, P, N)`; is it outside.
+
+    Outside the nodes, and at the last one, the third is 1 or -1, else 0, `(E, P, N)`. A NaN lands
+    in interval 0 and shows in the weights.
+    """
+    low, spacing, _, _, ends, signs, _, delta, M, last = constants
+    E, P, _ = h.shape
+    x = torch.sub(h, low, out=h.new_empty(h.shape)).div_(spacing)
+    j = x.clamp(0, M).long().clamp_(0, M)
+    outside = (x - x.clamp(1, last)).sign_()
+    nearest = x.clamp(1, M)
+    decay = x.sub_(nearest).abs_().mul_(-delta).exp_()
+    a = torch.addcmul(ends, signs, nearest.sub_(j))  # 1 - a of the left node, a of the right
+    w = sinh_ratio(a, constants)
+    w.mul_(decay if sigma is None else decay.mul_(sigma.unsqueeze(-1)))
+    nodes = torch.arange(2 * E * P, device=h.device).view(2, E, P, 1)
+    return w, torch.add(nodes, j, alpha=E * P), outside
+
+
+def sinh_ratio(a: Tensor, constants: IntervalConstants) -> Tensor:
+    """sinh(a delta) / sinh(delta) for a in [0, 1]: by its series, on coarse grids by exp."""
+    coefficients, delta = constants.coefficients, constants.delta
+    if not coefficients:
+        left = ((a - 1) * delta).exp_()
+        return (a * (-2 * delta)).expm1_().mul_(left).div_(math.expm1(-2 * delta))
+    squares = a * a
+    w = coefficients[-1]
+    for c in coefficients[-2::-1]:
+        w = torch.addcmul(c, w, squares)
+    return a * w
 
 
 def _interpolate(
     h: Tensor, table: Tensor, sigma: Tensor | None, constants: IntervalConstants
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """`interpolated_moments`, and what its gradient needs."""
-    E, P, N = h.shape
-    F, _, U = table.shape
-    j, minus_e, w = _two_nodes(h, sigma, constants)
-    # Five rows of U from row 3 j on: mean, variance, covariance; mean, variance.
-    rows = torch.arange(5 * U, device=h.device).view(5, E, P, 1).transpose(0, 1)
-    places = torch.add(rows, j.unsqueeze(1), alpha=3 * U).reshape(-1)
-    picked = table.flatten(1).index_select(1, places).view(F, E, 5, P, N)
-    mean = picked[:, :, ::3]
-    s = picked[:, :, 1::3] * w
-    s.addcmul_(w.flip(1), picked[:, :, 2:3], value=0.5)
-    saved = (places, minus_e, w, mean, s, constants.slope)
-    return (mean * w).sum((-3, -2)), (s * w).sum((-3, -2)), saved
+    F, three, R, U = table.shape
+    w, places, outside = _two_nodes(h, sigma, constants)
+    picked = table.reshape(F * three, R * U).index_select(1, places.reshape(-1))
+    mean, node_var, cov = picked.view(F, three, *w.shape).unbind(1)  # (F, 2, E, P, N)
+    s = node_var * w
+    s.addcmul_(w.flip(0), cov[:, :1], value=0.5)
+    return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), (places, outside, w, mean, s)
 
 
 def _grad_table(
-    grad_mean: Tensor, grad_var: Tensor, saved: Sequence[Tensor], num_rows: int
+    grad_mean: Tensor, grad_var: Tensor, saved: Sequence[Tensor], shape: torch.Size
 ) -> Tensor:
-    """Gradient of the table, `(F, R, U)`, from those of mean and variance, `(F, E, 1, 1, N)`.
+    """Gradient of the table, `(F, 3, R, U)`, from those of mean and variance, `(F, 1, E, 1, N)`.
 
     A node gets w_k g_m for its mean and w_k^2 g_v for its variance, an interval w0 w1 g_v for twice
     its covariance.
     """
     places, _, w, *_ = saved
+    F, three, R, U = shape
+    values = w.new_zeros(F, three, *w.shape)
+    torch.mul(w, grad_mean, out=values[:, 0])
     w_g = w * grad_var
-    mean0, mean1 = (w * grad_mean).split(1, 2)
-    cov = w_g[:, :, :1] * w[:, 1:]
-    var0, var1 = w_g.mul_(w).split(1, 2)
-    F, U = len(grad_mean), w.shape[0] * w.shape[2]
-    values = torch.cat([mean0, var0, cov, mean1, var1], 2).view(F, -1)
-    table = values.new_zeros(F, num_rows * U)
-    return table.scatter_add_(1, places.expand_as(values), values).view(F, num_rows, U)
+    torch.mul(w_g, w, out=values[:, 1])
+    torch.mul(w_g[:, 0], w[1], out=values[:, 2, 0])
+    values = values.reshape(F * three, -1)
+    table = values.new_zeros(F * three, R * U)
+    return table.scatter_add_(1, places.reshape(-1).expand_as(values), values).view(shape)
 
 
 def _grad_inputs(
-    grad_mean: Tensor, grad_var: Tensor, saved: Sequence[Tensor], sigma: Tensor | None
+    grad_mean: Tensor,
+    grad_var: Tensor,
+    saved: Sequence[Tensor],
+    sigma: Tensor | None,
+    constants: IntervalConstants,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of h and sigma.
 
     With s_k = w_k var_k + w_{1-k} cov over the two nodes k, so that the variance is sum w_k s_k,
 
         grad w_k = sum_f g_m mean_k + 2 g_v s_k,   grad sigma = sum_n,k w_k grad w_k / sigma,
-        grad h = (grad w0 (w0 - 2 e0) - grad w1 (w1 - 2 e1)) delta / spacing.
+        grad h = (grad w1 |w1'| - grad w0 |w0'|) delta / spacing,
+
+    where |w'|^2 = w^2 + (sigma / sinh(delta))^2 between the nodes, since cosh^2 = 1 + sinh^2, and
+    w^2 outside, where w decays.
     """
-    _, minus_e, w, mean, s, slope = saved
+    _, outside, w, mean, s = saved
     grad_w = (mean * grad_mean).add_(s * grad_var, alpha=2)
-    grad_w = grad_w[0] if len(grad_w) == 1 else grad_w.sum(0)  # (E, 2, P, N)
+    grad_w = grad_w[0] if len(grad_w) == 1 else grad_w.sum(0)  # (2, E, P, N)
+    square = constants.square_at_ends
     grad_sigma = None
     if sigma is not None:
-        grad_sigma = (grad_w * w).sum((1, 3)).sum_to_size(sigma.shape).div_(sigma)
-    grad_w.mul_(torch.add(w, minus_e, alpha=2))
-    return (grad_w[:, 0] - grad_w[:, 1]).mul_(slope), grad_sigma
+        grad_sigma = (grad_w * w).sum((0, 3)).sum_to_size(sigma.shape).div_(sigma)
+        square = (sigma * sigma).mul_(square).unsqueeze(-1)
+    between = torch.addcmul(square, outside * outside, square, value=-1)
+    slopes = torch.addcmul(between, w, w).sqrt_().mul_(grad_w)
+    return (slopes[1] - slopes[0]).mul_(constants.slope), grad_sigma
 
 
 class _InterpolatedMoments(torch.autograd.Function):
@@ -124,7 +196,7 @@ class _InterpolatedMoments(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         mean, var, saved = _interpolate(h, table, sigma, constants)
         ctx.save_for_backward(sigma, *saved)
-        ctx.num_rows = table.shape[1]
+        ctx.constants, ctx.shape = constants, table.shape
         return mean, var
 
     @staticmethod
@@ -134,12 +206,12 @@ class _InterpolatedMoments(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
-        grad_mean, grad_var = (g.reshape(F, E, 1, 1, N) for g in (grad_mean, grad_var))
+        grad_mean, grad_var = (g.reshape(F, 1, E, 1, N) for g in (grad_mean, grad_var))
         grad_h = grad_table = grad_sigma = None
         if ctx.needs_input_grad[1]:
-            grad_table = _grad_table(grad_mean, grad_var, saved, ctx.num_rows)
+            grad_table = _grad_table(grad_mean, grad_var, saved, ctx.shape)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
-            grad_h, grad_sigma = _grad_inputs(grad_mean, grad_var, saved, sigma)
+            grad_h, grad_sigma = _grad_inputs(grad_mean, grad_var, saved, sigma, ctx.constants)
         return grad_h, grad_table, grad_sigma, None
 
 
@@ -158,14 +230,12 @@ class _MeanFieldMoments(torch.autograd.Function):
         table_map: LinearMap,
         constants: IntervalConstants,
     ) -> tuple[Tensor, Tensor]:
-        table = table_map.units_last(torch.cat([loc, scale * scale], -1))
-        mean, var, saved = _interpolate(
-            h.mT.contiguous().unsqueeze(0), table, sigma.unsqueeze(0), constants
-        )
+        table = table_map.units_last(torch.cat([loc, scale * scale], -1)).unflatten(1, (3, -1))
+        mean, var, saved = _interpolate(h.mT.unsqueeze(0), table, sigma.unsqueeze(0), constants)
         mean, var = mean.squeeze(1).add_(mu.unsqueeze(-1)), var.squeeze(1)
         var.add_((mu_scale * mu_scale).unsqueeze(-1))
         ctx.save_for_backward(scale, sigma, mu_scale, *saved)
-        ctx.table_map, ctx.num_rows = table_map, table.shape[1]
+        ctx.table_map, ctx.constants, ctx.shape = table_map, constants, table.shape
         return mean.mT, var.mT
 
     @staticmethod
@@ -174,8 +244,8 @@ class _MeanFieldMoments(torch.autograd.Function):
         scale, sigma, mu_scale, *saved = ctx.saved_tensors
         N, F = grad_mean.shape
         grad_m, grad_v = (g.mT.reshape(F, 1, 1, 1, N) for g in (grad_mean, grad_var))
-        grad_h, grad_sigma = _grad_inputs(grad_m, grad_v, saved, sigma.unsqueeze(0))
-        table = _grad_table(grad_m, grad_v, saved, ctx.num_rows)
+        grad_h, grad_sigma = _grad_inputs(grad_m, grad_v, saved, sigma.unsqueeze(0), ctx.constants)
+        table = _grad_table(grad_m, grad_v, saved, ctx.shape).flatten(1, 2)
         grad_loc, grad_z_var = ctx.table_map.transpose(table).chunk(2, -1)
         grad_scale = torch.addcmul(grad_z_var * scale, grad_z_var, scale)
         grad_mu, grad_mu_var = grad_mean.sum(0), grad_var.sum(0)
@@ -185,50 +255,28 @@ class _MeanFieldMoments(torch.autograd.Function):
         return *grad_inputs, grad_mu, grad_mu_scale, None, None
 
 
-def _two_nodes(
-    h: Tensor, sigma: Tensor | None, constants: IntervalConstants
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The interval j `(E, P, N)`; -e and w of its two nodes `(E, 2, P, N)`.
-
-    A NaN lands in interval 0 and shows in the weights; it never becomes an index out of range.
-    """
-    low, spacing, _, signs, table = constants
-    last = table.shape[-1] - 1
-    largest = torch.finfo(h.dtype).max ** 0.5  # infinity minus infinity would be NaN below
-    x = (h - low).div_(spacing).clamp_(-largest, largest)
-    j = x.clamp(0, last).long().clamp_(0, last)
-    a = x.sub_(j).unsqueeze(1)
-    picked = table.index_select(1, j.flatten()).view(3, *h.shape).transpose(0, 1)  # (E, 3, P, N)
-    m = torch.addcmul(picked[:, :2], signs, a).expm1_()  # exp(-delta (a, b)) - 1
-    minus_norm = picked[:, 2:] if sigma is None else picked[:, 2:] * sigma[:, None, :, None]
-    minus_e = torch.addcmul(minus_norm, minus_norm, m)
-    minus_q = torch.addcmul(m, m, m).add_(m)  # exp(-2 delta (a, b)) - 1
-    return j, minus_e, minus_q.flip(1).mul_(minus_e)
-
-
 def interpolated_moments(
     h: Float[Tensor, "e p n"],
-    table: Float[Tensor, "f r u"],
+    table: Float[Tensor, "f 3 r u"],
     sigma: Float[Tensor, "#e p"] | None,
     constants: IntervalConstants,
 ) -> tuple[Float[Tensor, "f e n"], Float[Tensor, "f e n"]]:
     """Mean and variance of sum_p sigma_p g_p(h_p) for F functions of E members, from their nodes.
 
-    With h in interval j, at distances a and b = 1 - a (in spacings) from its nodes,
+    With h in interval j, at distances a and 1 - a (in spacings) from its nodes,
 
         mean = sum_p w0 mean_j + w1 mean_{j+1},
         variance = sum_p w0^2 var_j + w1^2 var_{j+1} + 2 w0 w1 cov_j,
-        w0 = e0 (1 - exp(-2 b delta)),   e0 = sigma n exp(-a delta),
-        w1 = e1 (1 - exp(-2 a delta)),   e1 = sigma n exp(-b delta),
+        w0 = sigma sinh((1 - a) delta) / sinh(delta),   w1 = sigma sinh(a delta) / sinh(delta).
 
-    and n = 1 / (1 - exp(-2 delta)). In the unbounded intervals n = 1 and the distance to the node
-    that does not exist is infinite.
+    Before the first and after the last node g decays: there the node has the weight
+    sigma exp(-distance / lengthscale), and the other, which does not exist, counts for nothing.
 
     Args:
-        h: inputs of the units; contiguous rows make the operations fast.
-        table: for each node 0 to M + 1 three rows, its mean, its variance, and twice its covariance
-            with the next node; nodes 0 and M + 1 do not exist and have zeros. For U = E P units.
-        sigma: scales of the units, not zero, or None for 1.
+        h: inputs of the units; any strides.
+        table: for each node 0 to M + 1 its mean, its variance, and twice its covariance with the
+            next node; nodes 0 and M + 1 do not exist and have zeros. For U = E P units.
+        sigma: scales of the units, positive, or None for 1.
         constants: of the grid.
     """
     return _InterpolatedMoments.apply(h, table, sigma, constants)

@@ -266,22 +266,22 @@ def node_maps(
 
 
 def table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
-    """From means and variances of independent z, `(2 M,)`, to three rows for each node; float64.
+    """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
 
-    The rows of node j are its mean, its variance and twice its covariance with node j + 1. Nodes 0
-    and M + 1, which do not exist, have zeros. Sparse, like `node_maps`.
+    Rows: the means of nodes 0 to M + 1, their variances, and twice their covariances with the next
+    node. Nodes 0 and M + 1, which do not exist, have zeros. Sparse, like `node_maps`.
     """
-    M = 2**level - 1
+    R, M = 2**level + 1, 2**level - 1
     node_map, moment_map = node_maps(level, delta)
     mean_rows, mean_columns = node_map.indices()
     rows, columns = moment_map.indices()
     is_interval = rows >= M
-    rows = torch.where(is_interval, 3 * (rows - M) + 5, 3 * rows + 4)
+    rows = torch.where(is_interval, 2 * R + 1 + rows - M, R + 1 + rows)
     indices = torch.stack(
-        [torch.cat([3 * mean_rows + 3, rows]), torch.cat([mean_columns, M + columns])]
+        [torch.cat([mean_rows + 1, rows]), torch.cat([mean_columns, M + columns])]
     )
     values = torch.cat([node_map.values(), moment_map.values() * (1 + is_interval.double())])
-    size = (3 * (M + 2), 2 * M)
+    size = (3 * R, 2 * M)
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
 
 

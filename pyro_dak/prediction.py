@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeGuard
 
 import pyro
@@ -153,25 +154,33 @@ class Components(NamedTuple):
 def function_moments(
     model: DAK,
     guide: nn.Module,
-    h: Tensor,
     sites: dict[str, Tensor] | None = None,
     residual_variance: bool = False,
-) -> FunctionMoments:
-    """q(f) at unit inputs h `(N, P)`: exact for a `GaussianGuide` without shrinkage.
+) -> Callable[[Tensor], FunctionMoments]:
+    """q(f) as a function of unit inputs h `(N, P)`: exact for a `GaussianGuide` without shrinkage.
 
     For any other guide mean and covariance are those over `sites`, draws of all sites.
     """
     if has_closed_form(guide, model):
-        moments = guide.moments(model.layer, h)
+        of_weights = guide.fixed_moments(model.layer)
     else:
         assert sites is not None
-        f = model.functions(h, sites)  # (S, N, F)
-        mean = f.mean(0)
-        root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
-        moments = FunctionMoments(mean, root.square().sum(0), root)
+        of_weights = partial(_moments_of_draws, model, sites)
     if not residual_variance:
-        return moments
-    return moments._replace(var=moments.var + model.residual_variance(h))
+        return of_weights
+
+    def moments(h: Tensor) -> FunctionMoments:
+        q = of_weights(h)
+        return q._replace(var=q.var + model.residual_variance(h))
+
+    return moments
+
+
+def _moments_of_draws(model: DAK, sites: dict[str, Tensor], h: Tensor) -> FunctionMoments:
+    f = model.functions(h, sites)  # (S, N, F)
+    mean = f.mean(0)
+    root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
+    return FunctionMoments(mean, root.square().sum(0), root)
 
 
 def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
@@ -247,9 +256,9 @@ def predict(
             with _seeded(seed):
                 sites = draw_sites(guide, num_samples, x[:1].to(device))
         seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
+        moments = function_moments(model, guide, sites, residual_variance)
         for chunk in _chunks(x, chunk_size, progress):
-            h = model.unit_inputs(chunk.to(device))
-            q = function_moments(model, guide, h, sites, residual_variance)
+            q = moments(model.unit_inputs(chunk.to(device)))
             if isinstance(model.likelihood, CategoricalLikelihood):
                 draws = None
                 if needs_draws:

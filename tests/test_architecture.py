@@ -18,6 +18,7 @@ TORCH_ONLY = [
     ("factors",),
     ("local",),
     ("interpolation",),
+    ("serving",),
     ("activation", "calibration", "chains", "coordinates", "importance", "metrics", "scaling"),
     ("gaussian",),
     ("additive",),

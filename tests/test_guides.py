@@ -39,6 +39,16 @@ def test_moments_of_f_equal_those_of_the_joint_covariance(guide, linear_term, ke
     assert_close(cov[:, off_diagonal], expected_cov[:, off_diagonal])
 
 
+@guides
+@linear_terms
+@pytest.mark.parametrize("kernel", [None, RBFKernel(0.5)], ids=["laplace", "rbf"])
+def test_fixed_moments_are_the_moments(guide, linear_term, kernel):
+    case = scenarios.heteroscedastic(guide=guide, linear_term=linear_term, kernel=kernel)
+    found = case.guide.fixed_moments(case.model.layer)(case.h)
+    for one, other in zip(found, case.guide.moments(case.model.layer, case.h), strict=True):
+        assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-10)
+
+
 def moments_by_design(case):
     """Mean `(N, F)`, covariance `(N, F, F)` of f from the joint q: f is linear in the weights."""
     shapes = {n: s for n, s in case.guide.site_shapes.items() if n in case.guide.weight_sites}

@@ -1,10 +1,13 @@
 """The fused moments against their naive twins: values, gradients, a stack of members."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel, local
+from pyro_dak.interpolation import interval_constants, sinh_ratio
 from tests import reference
 
 
@@ -87,12 +90,59 @@ def test_moments_at_infinity_are_those_of_the_bias(value):
 def test_table_holds_mean_variance_and_twice_the_covariance_of_every_node(level):
     M = 2**level - 1
     loc, var = torch.randn(M), torch.rand(M)
-    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(M + 2, 3)
+    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(3, M + 2)
     constants = local.level_constants(level, 0.3, torch.float64, torch.device("cpu"))
     nodes = local.node_moments(loc, var, constants)
     cov = torch.nn.functional.pad(2 * nodes.cov, (0, 1))
-    assert_close(table[1:-1], torch.stack([nodes.mean, nodes.var, cov], -1))
-    assert not table[[0, -1]].any()
+    assert_close(table[:, 1:-1], torch.stack([nodes.mean, nodes.var, cov]))
+    assert not table[:, [0, -1]].any()
+
+
+@pytest.mark.filterwarnings("ignore:The grid is coarse")
+@pytest.mark.parametrize("num_functions", [1, 3])
+@pytest.mark.parametrize(("level", "lengthscale"), [(1, 0.5), (3, 0.125), (3, 1.0), (9, 2.0)])
+def test_fixed_moments_are_the_loop_inside_and_outside_the_grid(level, lengthscale, num_functions):
+    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(lengthscale))
+    nodes = activation.grid.inducing_points[:2].expand(2, 2)[: min(2, activation.num_inducing)]
+    bounds = torch.tensor([[-1.0, 1.0], [40.0, -40.0], [math.inf, -math.inf]])
+    h = torch.cat([torch.randn(30, 2), nodes.reshape(-1, 2), bounds])
+    loc = torch.randn(num_functions, 2, activation.num_inducing)
+    var = torch.rand_like(loc)
+    found = activation.fixed_moments(loc, var, route="local")(h)
+    phi = reference.phi(h, activation.grid.inducing_points, lengthscale)
+    sigma, zero = torch.ones(2), torch.zeros(num_functions)
+    expected = reference.moments_of_f(phi, loc, var.sqrt(), sigma, zero, zero)
+    assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_fixed_moments_in_single_precision_are_those_in_double_on_a_fine_grid():
+    activation = KernelActivation(DyadicGrid(10))
+    h, loc, var = torch.rand(200, 3).float(), torch.randn(1, 3, 1023), torch.rand(1, 3, 1023)
+    mean, variance = activation.fixed_moments(loc.float(), var.float())(h)
+    expected = activation.fixed_moments(loc, var)(h.double())
+    assert (variance > 0).all()
+    assert_close((mean.double(), variance.double()), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_nan_shows_in_its_own_row_of_fixed_moments():
+    activation = KernelActivation(DyadicGrid(3))
+    loc = torch.randn(2, 3, 7)
+    h = torch.rand(4, 3)
+    h[1, 2] = math.nan
+    for part in activation.fixed_moments(loc, loc.square())(h):
+        assert torch.equal(part.isnan().any(-1), torch.tensor([False, True, False, False]))
+
+
+@pytest.mark.parametrize("delta", [1e-6, 0.01, 0.5, 1.0, 1.01, 30.0, 1e5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ratio_of_hyperbolic_sines_is_exact_on_fine_and_coarse_grids(delta, dtype):
+    constants = interval_constants(7, 0.0, 0.125, delta, dtype, torch.device("cpu"))
+    a = torch.linspace(0, 1, 101, dtype=dtype)
+    found = sinh_ratio(a, constants)
+    a = a.double()
+    exact = ((a - 1) * delta).exp() * (-2 * delta * a).expm1() / math.expm1(-2 * delta)
+    eps = torch.finfo(dtype).eps
+    assert_close(found.double(), exact, rtol=(4 + 2 * delta) * eps, atol=1e-37)
 
 
 @pytest.mark.parametrize("is_dense", [True, False])

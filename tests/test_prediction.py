@@ -227,7 +227,7 @@ def test_shrinkage_goes_through_draws():
     model = DAK(nn.Identity(), 3, num_units=3, embedding=False, level=2,
                 prior={"shrinkage": HorseshoePrior()}).eval()  # fmt: skip
     guide = MeanFieldGuide(model)
-    moments = function_moments(model, guide, torch.rand(5, 3), draw_sites(guide, 10))
+    moments = function_moments(model, guide, draw_sites(guide, 10))(torch.rand(5, 3))
     assert moments.root.shape == (10, 5, 1)
 
 
