@@ -1,7 +1,7 @@
 """Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -228,52 +228,47 @@ def expected_log_categorical_bound(
 
 
 class _KLDiagonals(torch.autograd.Function):
-    """`kl_diagonals` for priors that are numbers, as one operation; differentiable at will.
+    """`kl_diagonals` for one prior, two numbers, as one operation; differentiable at will.
 
     With r = s / s0 the gradients are (m - m0) / s0^2 for m and r^2 - 1 for log s.
     """
 
     @staticmethod
-    def forward(ctx: Any, priors: list[tuple[float, float]], *parameters: Tensor) -> Tensor:
-        ctx.priors = priors
+    def forward(ctx: Any, prior: tuple[float, float], *parameters: Tensor) -> Tensor:
+        ctx.prior = prior
         ctx.save_for_backward(*parameters)
-        total = parameters[0].new_zeros(())
-        constant = 0.0
-        for loc, log_scale, (prior_loc, prior_scale) in _triples(parameters, priors):
-            shift = _whitened(loc, prior_loc, prior_scale).reshape(-1)
-            scale = log_scale.exp().reshape(-1)
-            total.add_(shift.dot(shift), alpha=0.5).sub_(log_scale.sum())
-            total.add_(scale.dot(scale), alpha=0.5 / prior_scale**2)
-            constant += len(shift) * (0.5 - math.log(prior_scale))
-        return total.sub_(constant)
+        shift, log_ratio = _whitened(parameters, prior)
+        ratio = log_ratio.exp()
+        squares = torch.dot(shift, shift).add_(torch.dot(ratio, ratio)).sub_(len(shift))
+        return squares.div_(2).sub_(log_ratio.sum())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads: list[Tensor] = []
-        for loc, log_scale, (prior_loc, prior_scale) in _triples(ctx.saved_tensors, ctx.priors):
-            shift = _whitened(loc, prior_loc, prior_scale)
-            squares = (2 * (log_scale - math.log(prior_scale))).exp()
-            grads += [shift * (grad / prior_scale), torch.addcmul(-grad, grad, squares)]
+        parameters = ctx.saved_tensors
+        sizes = [part.numel() for part in parameters[::2]]
+        shift, log_ratio = _whitened(parameters, ctx.prior)
+        grad_loc = (shift * (grad / ctx.prior[1])).split(sizes)
+        grad_log_scale = torch.addcmul(-grad, grad, (2 * log_ratio).exp()).split(sizes)
+        flat = (part for pair in zip(grad_loc, grad_log_scale, strict=True) for part in pair)
+        grads = (g.view(p.shape) for g, p in zip(flat, parameters, strict=True))
         return None, *grads
 
 
-def _whitened(loc: Tensor, prior_loc: float, prior_scale: float) -> Tensor:
-    """(m - m0) / s0."""
-    return loc if (prior_loc, prior_scale) == (0, 1) else (loc - prior_loc) / prior_scale
-
-
-def _triples(
-    parameters: Sequence[Tensor], priors: list[tuple[float, float]]
-) -> Iterator[tuple[Tensor, Tensor, tuple[float, float]]]:
-    return zip(parameters[::2], parameters[1::2], priors, strict=True)
+def _whitened(parameters: Sequence[Tensor], prior: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """(m - m0) / s0 and log (s / s0) of all sites in a row, `(K,)` each."""
+    loc, log_scale = (torch.cat([p.reshape(-1) for p in parameters[i::2]]) for i in (0, 1))
+    if prior == (0, 1):
+        return loc, log_scale
+    return (loc - prior[0]) / prior[1], log_scale - math.log(prior[1])
 
 
 def kl_diagonals(
     sites: Sequence[tuple[Tensor, Tensor]], priors: Sequence[tuple[Any, Any]]
 ) -> Float[Tensor, ""]:
     """Sum of `kl_diagonal` over sites, each (loc, log_scale), from their priors (loc, scale)."""
-    if all(isinstance(p, int | float) for prior in priors for p in prior):
-        return _KLDiagonals.apply(list(priors), *(part for site in sites for part in site))
+    is_number = all(isinstance(p, int | float) for prior in priors for p in prior)
+    if is_number and all(prior == priors[0] for prior in priors):
+        return _KLDiagonals.apply(tuple(priors[0]), *(part for site in sites for part in site))
     pairs = zip(sites, priors, strict=True)
     parts = [kl_diagonal(loc, log_scale.exp(), *prior) for (loc, log_scale), prior in pairs]
     return torch.stack(parts).sum()

@@ -150,9 +150,8 @@ class Run:
         for group, rate in zip(self.raw_optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.zero_grad()
-        terms = self.loss(x, y, scale, self.data.num_data)
-        detached = terms.detach()
-        self.fabric.backward(terms[0])
+        loss, terms = self.loss(x, y, scale, self.data.num_data)
+        self.fabric.backward(loss)
         norm = self.fabric.clip_gradients(
             self.loss,
             self.optimizer,
@@ -161,10 +160,10 @@ class Run:
         )
         # Elsewhere a look at the values would wait for the device; there `save` looks at them.
         if self.fabric.device.type == "cpu":
-            self._check_finite(float(detached[0]), "loss")
+            self._check_finite(float(terms[0]), "loss")
             self._check_finite(float(norm), "gradient")
         self.optimizer.step()
-        self.totals += detached.double()
+        self.totals += terms.double()
         self.step += 1
         self.batch += 1
 

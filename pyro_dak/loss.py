@@ -17,28 +17,35 @@ __all__ = ["Loss", "extract_features", "frozen", "use_compiled"]
 
 
 class Loss(nn.Module):
-    """(loss, expected_log_lik, kl), each per datum: what is differentiated, wrapped, compiled."""
+    """What is differentiated, wrapped, compiled: the loss, and its terms for the history."""
 
     def __init__(self, model: DAK, guide: nn.Module, objective: ELBO, from_features: bool):
         super().__init__()
         self.model, self.guide = model, guide
         self.objective, self.from_features = objective, from_features
 
-    def forward(self, x: Tensor, y: Tensor, scale: float, num_data: int) -> Tensor:
-        """Terms `(3,)` of a batch whose rows count `scale` times each."""
+    def forward(self, x: Tensor, y: Tensor, scale: float, num_data: int) -> tuple[Tensor, Tensor]:
+        """Of a batch whose rows count `scale` times each, per datum: the loss, a scalar; without
+        gradient loss, expected log-likelihood and KL, `(3,)`."""
         effective = scale * len(y)
         if isinstance(self.objective, AnalyticELBO):
             h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
             terms = self.objective.terms_from_units(self.model, guide, h, y, effective)
-            return torch.stack([terms.kl - terms.expected_log_lik, *terms]) / num_data
+            return _with_terms((terms.kl - terms.expected_log_lik) / num_data, terms, num_data)
         program = self._from_features if self.from_features else self.model
         loss = self.objective.differentiable_loss(program, self.guide, x, y, num_data=effective)
         unknown = torch.full_like(loss, math.nan)
-        return torch.stack([loss, unknown, unknown]) / num_data
+        return _with_terms(loss / num_data, (unknown, unknown), num_data)
 
     def _from_features(self, x: Tensor, y: Tensor, num_data: float) -> Tensor:
         return self.model.observe(self.model.embed(x), y, num_data)
+
+
+def _with_terms(loss: Tensor, terms: tuple[Tensor, Tensor], num_data: int) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        expected_log_lik, kl = terms
+        return loss, torch.stack([loss, expected_log_lik / num_data, kl / num_data])
 
 
 def _backward_at_once() -> AbstractContextManager[object]:
@@ -57,7 +64,7 @@ def use_compiled(loss: Loss) -> None:
     eager = loss.forward
     compiled = torch.compile(eager)
 
-    def forward(*args: Any) -> Tensor:
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
         try:
             with _backward_at_once():
                 return compiled(*args)

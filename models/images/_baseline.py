@@ -215,7 +215,7 @@ def _full(h: Tensor) -> Tensor:
 
 
 class BaselineLoss(nn.Module):
-    """What `Run` asks of a loss: modules to keep, and (loss, expected_log_lik, kl) per datum."""
+    """What `Run` asks of a loss: modules to keep, and what `Loss` returns."""
 
     def __init__(self, baseline: ImageBaseline):
         super().__init__()
@@ -229,11 +229,12 @@ class BaselineLoss(nn.Module):
             self.model[0].eval()
         return self
 
-    def forward(self, x: Tensor, y: Tensor, scale: float, num_data: int) -> Tensor:
-        """Terms `(3,)` of a batch; mixed precision is for the network."""
+    def forward(self, x: Tensor, y: Tensor, scale: float, num_data: int) -> tuple[Tensor, Tensor]:
+        """The loss of a batch, and its terms; mixed precision is for the network."""
         h = self.model[1](x if self.is_fixed else self.model[0](x))
         with torch.autocast(h.device.type, enabled=False):
-            return torch.stack(self.terms_fn(_full(h), y, num_data))
+            terms = self.terms_fn(_full(h), y, num_data)
+            return terms[0], torch.stack([term.detach() for term in terms])
 
 
 class _BaselineRun(Run):
