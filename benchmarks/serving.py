@@ -46,6 +46,8 @@ def case_c(repetitions: int, quick: bool) -> list[Row]:
         timings = time_side_by_side(calls, repetitions)
         part = rows("c", f"{num_rows} rows", timings, "network forward")
         table += [row | {"rows_per_second": 1e3 * num_rows / row["milliseconds"]} for row in part]
+        predicting = {k: v for k, v in timings.items() if k != "network forward"}
+        table += rows("c", f"{num_rows} rows, of `predict` of the network", predicting, "nn")
         growth = {k: v for k, v in timings.items() if k.startswith("dak_cf")}
         table += rows("c", f"{num_rows} rows, growth with M", growth, "dak_cf M=7")
     return table

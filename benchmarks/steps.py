@@ -21,7 +21,6 @@ from models.images._backbones import build_backbone
 from models.images._baseline import BaselineLoss
 from models.images._recipe import ImageRecipe
 from pyro_dak.loss import Loss, use_compiled
-from pyro_dak.model import local_parameters
 from pyro_dak.optimization import build_optimizer
 
 Step = Callable[[], object]
@@ -83,16 +82,8 @@ def dak_step(
     loss = Loss(model.model, model.guide, model.objective, from_features=False).train()
     if compiled:
         use_compiled(loss)
-    inner = step_fn(
-        lambda x, y: loss(x, y, num_data / len(x), num_data)[0],
-        _adam(learning_rate, model.model.feature_extractor, loss),
-    )
-
-    def step(x: Tensor, y: Tensor) -> None:
-        with local_parameters(model.model, model.guide):
-            inner(x, y)
-
-    return step
+    optimizer = _adam(learning_rate, model.model.feature_extractor, loss)
+    return step_fn(lambda x, y: loss(x, y, num_data / len(x), num_data)[0], optimizer)
 
 
 def baseline_step(

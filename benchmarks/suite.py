@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
 from tqdm.auto import tqdm
 
@@ -31,7 +32,8 @@ def run(case: str, num_threads: int, repetitions: int, quick: bool) -> list[Row]
     """The rows of a case in this process."""
     warnings.simplefilter("ignore")  # GPyTorch, of jitter; the grid, of being coarse
     torch.set_num_threads(num_threads)
-    return [row | {"threads": num_threads} for row in CASES[case](repetitions, quick)]
+    with pyro.settings.context(module_local_params=True):  # as inside `fit`
+        return [row | {"threads": num_threads} for row in CASES[case](repetitions, quick)]
 
 
 def _cell(value: Any, digits: int) -> str:
