@@ -52,7 +52,8 @@ MODELS = ("dak", "nn", "dak5", "mv5")
 HIDDEN = (64, 32, 64)
 # Seed of the splits; others were used while the defaults were chosen.
 _SPLITS = 2026
-# Added to the variance of the networks, as in the paper on deep ensembles; else some diverge.
+# Added to the variance of the networks, a softplus, as in the paper on deep ensembles; else some
+# diverge.
 _LEAST_VAR = 1e-6
 
 
@@ -91,7 +92,7 @@ class StackedMLP:
             h = h.relu() if i < self.num_layers - 1 else h
         log_var = 2 * self.tensors["log_noise"].expand(-1, h.shape[-1])
         log_var = log_var + h[:, 1] if h.shape[1] == 2 else log_var
-        return h[:, 0], log_var.exp().add(_LEAST_VAR).log()
+        return h[:, 0], nn.functional.softplus(log_var).add(_LEAST_VAR).log()
 
     def loss(self, x: Tensor, y: Tensor, weights: Tensor, num_data: Tensor) -> Tensor:
         """Sum over members of the Gaussian negative log-likelihood per datum."""
@@ -207,23 +208,77 @@ def run(
     return {"config": config | settings, "metrics": metrics, "commit": git_commit()}
 
 
-def table(results: Path) -> str:
-    """Means over the splits, one line per data set and metric, as Markdown."""
-    scores: dict[tuple[str, str], list[dict[str, float]]] = {}
+Scores = dict[tuple[str, str], list[dict[str, float]]]
+
+
+def read_scores(results: Path) -> Scores:
+    """Metrics of all splits by data set and model."""
+    scores: Scores = {}
     for content in read_runs(results):
         for name, metrics in content["metrics"].items():
             scores.setdefault((content["config"]["dataset"], name), []).append(metrics)
+    return scores
+
+
+def average(scores: Scores, dataset: str, name: str, metric: str) -> tuple[float, float]:
+    """Mean over the splits and its standard error; of times the median."""
+    values = [m[metric] for m in scores.get((dataset, name), []) if metric in m]
+    if not values:
+        return math.nan, math.nan
+    if metric == "fit_seconds":
+        return float(np.median(values)), math.nan
+    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(np.mean(values)), float(error)
+
+
+def summary(scores: Scores) -> list[str]:
+    """On how many sets the estimators do what, one sentence each."""
+    sets = [s for s in SETS if all((s, name) in scores for name in MODELS)]
+
+    def of(name: str, metric: str) -> np.ndarray:
+        return np.array([average(scores, s, name, metric)[0] for s in sets])
+
+    coverage = of("dak", "coverage_95")
+    counts = {
+        "`dak` has a better NLPD than `nn`": of("dak", "nlpd") < of("nn", "nlpd"),
+        "`dak` has a better NLPD than `nn_calibrated`": of("dak", "nlpd")
+        < of("nn_calibrated", "nlpd"),
+        "`dak` has an RMSE at most 3 % above that of `nn`": of("dak", "rmse")
+        <= 1.03 * of("nn", "rmse"),
+        "95 % intervals of `dak` cover 0.90 to 0.98": (coverage >= 0.9) & (coverage <= 0.98),
+        "`dak5` has a better NLPD than `mv5`": of("dak5", "nlpd") < of("mv5", "nlpd"),
+        "`dak5` has a better NLPD than `mv5_calibrated`": of("dak5", "nlpd")
+        < of("mv5_calibrated", "nlpd"),
+    }
+    lines = []
+    for claim, holds in counts.items():
+        others = ", ".join(s for s, is_so in zip(sets, holds, strict=True) if not is_so)
+        exceptions = f" (not {others})" if others else ""
+        lines.append(f"- {claim} on {int(holds.sum())} of {len(sets)} sets{exceptions}.")
+    ratios = of("dak5", "fit_seconds") / of("dak", "fit_seconds")
+    lines.append(
+        f"- Training `dak5` takes {np.median(ratios):.2f} times as long as `dak` (median over the "
+        f"sets; {ratios.min():.2f} to {ratios.max():.2f})."
+    )
+    return lines
+
+
+def table(results: Path) -> str:
+    """Means over the splits, one line per data set and metric, and a summary, as Markdown."""
+    scores = read_scores(results)
     columns = ("dak", "nn", "nn_calibrated", "dak5", "mv5", "mv5_calibrated")
     lines = ["| set | splits | metric | " + " | ".join(columns) + " |", "|---" * 9 + "|"]
     for dataset in [name for name in SETS if any(key[0] == name for key in scores)]:
         for metric in ("rmse", "nlpd", "coverage_95", "fit_seconds"):
             cells = []
             for name in columns:
-                values = [m[metric] for m in scores.get((dataset, name), []) if metric in m]
-                cells.append(f"{np.mean(values):.3f}" if values else "")
+                mean, error = average(scores, dataset, name, metric)
+                cell = "" if math.isnan(mean) else f"{mean:.3f}"
+                cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
             splits = len(scores.get((dataset, "dak"), []))
             lines.append(f"| {dataset} | {splits} | {metric} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    is_complete = any(all((s, name) in scores for name in MODELS) for s in SETS)
+    return "\n".join([*lines, "", *(summary(scores) if is_complete else [])]).rstrip() + "\n"
 
 
 def main(

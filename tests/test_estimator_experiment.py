@@ -35,7 +35,28 @@ def test_table_holds_means_over_splits(tmp_path):
         metrics = {"rmse": rmse, "nlpd": 0.0, "coverage_95": 0.9}
         content = {"config": {"dataset": "wine", "split": split}, "metrics": {"dak": metrics}}
         (tmp_path / f"{split}.json").write_text(json.dumps(content))
-    assert "| wine | 2 | rmse | 2.000 |" in estimators.table(tmp_path)
+    assert "| wine | 2 | rmse | 2.000 ± 1.000 |" in estimators.table(tmp_path)
+
+
+def test_summary_counts_the_sets_where_a_claim_holds_and_names_the_others():
+    columns = ("rmse", "nlpd", "coverage_95", "fit_seconds")
+    values = {
+        "dak": (1.0, 0.0, 0.95, 2.0),
+        "nn": (0.98, 1.0, 0.5, 1.0),
+        "dak5": (0.9, -1.0, 0.95, 3.0),
+        "mv5": (0.9, -0.5, 0.5, 1.0),
+    }
+    scores = {
+        (dataset, name): [dict(zip(columns, row, strict=True))]
+        for dataset in ("yacht", "wine")
+        for name, row in values.items()
+    }
+    scores["wine", "nn"] = [{"rmse": 0.9, "nlpd": -0.1, "coverage_95": 0.9, "fit_seconds": 1.0}]
+    lines = estimators.summary(scores)
+    assert lines[0] == "- `dak` has a better NLPD than `nn` on 1 of 2 sets (not wine)."
+    assert lines[2].endswith("on 1 of 2 sets (not wine).")
+    assert lines[3].endswith("on 2 of 2 sets.")
+    assert "takes 1.50 times as long" in lines[-1]
 
 
 def test_scores_of_a_perfect_prediction():
