@@ -68,21 +68,21 @@ class StackedMLP:
             layers = [nn.Linear(widths[i], widths[i + 1]) for _ in range(size)]
             self.tensors[f"weight{i}"] = torch.stack([layer.weight.detach() for layer in layers])
             self.tensors[f"bias{i}"] = torch.stack([layer.bias.detach() for layer in layers])
-        self.tensors["log_noise"] = torch.full((size, 1), math.log(0.5))
+        self.tensors["raw_noise"] = torch.full((size, 1), math.log(0.5))
         for tensor in self.tensors.values():
             tensor.requires_grad_()
         self.num_layers, self.device = len(widths) - 1, torch.device("cpu")
 
     def __len__(self) -> int:
-        return len(self.tensors["log_noise"])
+        return len(self.tensors["raw_noise"])
 
     def network_parameters(self) -> list[Tensor]:
         """Weights and biases."""
-        return [t for name, t in self.tensors.items() if name != "log_noise"]
+        return [t for name, t in self.tensors.items() if name != "raw_noise"]
 
     def last_layer_parameters(self) -> list[Tensor]:
         """The level of the noise."""
-        return [self.tensors["log_noise"]]
+        return [self.tensors["raw_noise"]]
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance of y, `(E, N)` each."""
@@ -90,9 +90,9 @@ class StackedMLP:
         for i in range(self.num_layers):
             h = torch.baddbmm(self.tensors[f"bias{i}"].unsqueeze(-1), self.tensors[f"weight{i}"], h)
             h = h.relu() if i < self.num_layers - 1 else h
-        log_var = 2 * self.tensors["log_noise"].expand(-1, h.shape[-1])
-        log_var = log_var + h[:, 1] if h.shape[1] == 2 else log_var
-        return h[:, 0], nn.functional.softplus(log_var).add(_LEAST_VAR).log()
+        raw = 2 * self.tensors["raw_noise"].expand(-1, h.shape[-1])
+        raw = raw + h[:, 1] if h.shape[1] == 2 else raw
+        return h[:, 0], nn.functional.softplus(raw).add(_LEAST_VAR).log()
 
     def loss(self, x: Tensor, y: Tensor, weights: Tensor, num_data: Tensor) -> Tensor:
         """Sum over members of the Gaussian negative log-likelihood per datum."""
@@ -212,11 +212,17 @@ Scores = dict[tuple[str, str], list[dict[str, float]]]
 
 
 def read_scores(results: Path) -> Scores:
-    """Metrics of all splits by data set and model."""
-    scores: Scores = {}
+    """Metrics by data set and model, over the splits that all models of the set have."""
+    by_split: dict[str, dict[int, dict[str, dict[str, float]]]] = {}
     for content in read_runs(results):
-        for name, metrics in content["metrics"].items():
-            scores.setdefault((content["config"]["dataset"], name), []).append(metrics)
+        splits = by_split.setdefault(content["config"]["dataset"], {})
+        splits.setdefault(content["config"]["split"], {}).update(content["metrics"])
+    scores: Scores = {}
+    for dataset, splits in by_split.items():
+        names = set().union(*splits.values())
+        for metrics in splits.values():
+            for name in names if names == set(metrics) else ():
+                scores.setdefault((dataset, name), []).append(metrics[name])
     return scores
 
 
@@ -232,8 +238,13 @@ def average(scores: Scores, dataset: str, name: str, metric: str) -> tuple[float
 
 
 def summary(scores: Scores) -> list[str]:
-    """On how many sets the estimators do what, one sentence each."""
-    sets = [s for s in SETS if all((s, name) in scores for name in MODELS)]
+    """On how many of the sets where all models are there the estimators do what."""
+    names = (*MODELS, "nn_calibrated", "mv5_calibrated")
+    sets = [
+        s for s in SETS if all(math.isfinite(average(scores, s, name, "nlpd")[0]) for name in names)
+    ]
+    if not sets:
+        return []
 
     def of(name: str, metric: str) -> np.ndarray:
         return np.array([average(scores, s, name, metric)[0] for s in sets])
@@ -275,10 +286,9 @@ def table(results: Path) -> str:
                 mean, error = average(scores, dataset, name, metric)
                 cell = "" if math.isnan(mean) else f"{mean:.3f}"
                 cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
-            splits = len(scores.get((dataset, "dak"), []))
+            splits = max(len(scores.get((dataset, name), [])) for name in columns)
             lines.append(f"| {dataset} | {splits} | {metric} | " + " | ".join(cells) + " |")
-    is_complete = any(all((s, name) in scores for name in MODELS) for s in SETS)
-    return "\n".join([*lines, "", *(summary(scores) if is_complete else [])]).rstrip() + "\n"
+    return "\n".join([*lines, "", *summary(scores)]).rstrip() + "\n"
 
 
 def main(

@@ -205,7 +205,7 @@ class KernelActivation(nn.Module):
     def fixed_moments(
         self, loc: Tensor, var: Tensor, route: Route = "auto"
     ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """`combine_moments` as a function of h `(N, P)`; what depends on q alone is computed once.
+        """`combine_moments` as a function of h `(N, P)`, for many calls, without gradient.
 
         Args:
             loc: means of the weights, `(C, P, M)` in level order.
@@ -214,10 +214,7 @@ class KernelActivation(nn.Module):
         """
         if self._takes_dense_route(route, loc):
             return lambda h: self.combine_moments(h, loc, var, route="dense")
-        if self.delta > 1:
-            return lambda h: self.combine_moments(h, loc, var, route="local")
-        nodes = self.node_moments(loc.double(), var.double())
-        return FixedMoments(nodes, self._local_constants(loc).intervals)
+        return FixedMoments(self.node_moments(loc, var), self._local_constants(loc).intervals)
 
     def mean_field_moments(
         self,

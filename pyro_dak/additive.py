@@ -93,16 +93,17 @@ class AdditiveLayer(nn.Module):
         return FunctionMoments(mean, var)
 
     def fixed_moments(self, loc: Weights, scale: Weights) -> Callable[[Tensor], FunctionMoments]:
-        """`moments` as a function of h `(N, P)`, faster from the second call on."""
-        sigma = self.unit_scale.unsqueeze(-1)
-        of_units = self.activation.fixed_moments(sigma * loc.z, (sigma * scale.z).square())
+        """`moments` as a function of h `(N, P)`, for many calls, without gradient."""
+        sigma = self.unit_scale.detach()
+        z, z_scale = (sigma.unsqueeze(-1) * part.z for part in (loc, scale))
+        of_units = self.activation.fixed_moments(z, z_scale.square())
         mu_var = scale.mu.square()
 
         def moments(h: Tensor) -> FunctionMoments:
             mean, var = of_units(h)
             mean, var = mean + loc.mu, var + mu_var
             if loc.linear is not None and scale.linear is not None:
-                r = self.unit_scale * self.linear_inputs(h)
+                r = sigma * self.linear_inputs(h)
                 mean, var = mean + r @ loc.linear.mT, var + r.square() @ scale.linear.square().mT
             return FunctionMoments(mean, var)
 

@@ -78,7 +78,7 @@ class GaussianGuide(PyroModule):
         raise NotImplementedError
 
     def fixed_moments(self, layer: AdditiveLayer) -> Callable[[Tensor], FunctionMoments]:
-        """`moments` as a function of h, for many calls with the same q."""
+        """`moments` as a function of h, for many calls with the same q, without gradient."""
         return partial(self.moments, layer)
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:

@@ -132,7 +132,7 @@ def _interpolate(
     w, places, outside = _two_nodes(h, sigma, constants)
     picked = table.reshape(F * three, R * U).index_select(1, places.reshape(-1))
     mean, node_var, cov = picked.view(F, three, *w.shape).unbind(1)  # (F, 2, E, P, N)
-    s = node_var * w
+    s = node_var.mul_(w)  # in the memory of what was picked, which the gradient needs anyway
     s.addcmul_(w.flip(0), cov[:, :1], value=0.5)
     return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), (places, outside, w, mean, s)
 
@@ -147,11 +147,9 @@ def _grad_table(
     """
     places, _, w, *_ = saved
     F, three, R, U = shape
-    values = w.new_zeros(F, three, *w.shape)
-    torch.mul(w, grad_mean, out=values[:, 0])
     w_g = w * grad_var
-    torch.mul(w_g, w, out=values[:, 1])
-    torch.mul(w_g[:, 0], w[1], out=values[:, 2, 0])
+    values = w.new_zeros(F, three, *w.shape)
+    values[:, 0], values[:, 1], values[:, 2, 0] = w * grad_mean, w_g * w, w_g[:, 0] * w[1]
     values = values.reshape(F * three, -1)
     table = values.new_zeros(F * three, R * U)
     return table.scatter_add_(1, places.reshape(-1).expand_as(values), values).view(shape)

@@ -68,7 +68,7 @@ class Run:
     """A training run: everything that changes from step to step, and the loop over the steps.
 
     The loss is a `Loss`, or any module like it: with `model` and `guide`, which are what is kept,
-    and (x, y, scale, num_data) to its three terms.
+    and (x, y, scale, num_data) to the loss and, without gradient, its three terms.
     """
 
     def __init__(

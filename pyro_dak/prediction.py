@@ -159,7 +159,8 @@ def function_moments(
 ) -> Callable[[Tensor], FunctionMoments]:
     """q(f) as a function of unit inputs h `(N, P)`: exact for a `GaussianGuide` without shrinkage.
 
-    For any other guide mean and covariance are those over `sites`, draws of all sites.
+    For any other guide mean and covariance are those over `sites`, draws of all sites. For many
+    calls with the same q; do not ask for gradients.
     """
     if has_closed_form(guide, model):
         of_weights = guide.fixed_moments(model.layer)

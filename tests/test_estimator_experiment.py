@@ -38,13 +38,23 @@ def test_table_holds_means_over_splits(tmp_path):
     assert "| wine | 2 | rmse | 2.000 ± 1.000 |" in estimators.table(tmp_path)
 
 
+def test_splits_that_some_model_lacks_are_left_out(tmp_path):
+    for name, split, rmse in (("dak", 0, 1.0), ("dak", 1, 9.0), ("nn", 0, 2.0)):
+        config = {"dataset": "wine", "split": split}
+        content = {"config": config, "metrics": {name: {"rmse": rmse}}}
+        (tmp_path / f"{name}{split}.json").write_text(json.dumps(content))
+    assert "| wine | 1 | rmse | 1.000 | 2.000 |" in estimators.table(tmp_path)
+
+
 def test_summary_counts_the_sets_where_a_claim_holds_and_names_the_others():
     columns = ("rmse", "nlpd", "coverage_95", "fit_seconds")
     values = {
         "dak": (1.0, 0.0, 0.95, 2.0),
         "nn": (0.98, 1.0, 0.5, 1.0),
+        "nn_calibrated": (0.98, 0.5, 0.95, 1.0),
         "dak5": (0.9, -1.0, 0.95, 3.0),
         "mv5": (0.9, -0.5, 0.5, 1.0),
+        "mv5_calibrated": (0.9, -0.7, 0.95, 1.0),
     }
     scores = {
         (dataset, name): [dict(zip(columns, row, strict=True))]

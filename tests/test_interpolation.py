@@ -1,6 +1,9 @@
 """The fused moments against their naive twins: values, gradients, a stack of members."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,7 +103,9 @@ def test_table_holds_mean_variance_and_twice_the_covariance_of_every_node(level)
 
 @pytest.mark.filterwarnings("ignore:The grid is coarse")
 @pytest.mark.parametrize("num_functions", [1, 3])
-@pytest.mark.parametrize(("level", "lengthscale"), [(1, 0.5), (3, 0.125), (3, 1.0), (9, 2.0)])
+@pytest.mark.parametrize(
+    ("level", "lengthscale"), [(1, 0.5), (1, 1.0), (3, 0.125), (3, 1.0), (9, 2.0)]
+)
 def test_fixed_moments_are_the_loop_inside_and_outside_the_grid(level, lengthscale, num_functions):
     activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(lengthscale))
     nodes = activation.grid.inducing_points[:2].expand(2, 2)[: min(2, activation.num_inducing)]
@@ -124,6 +129,24 @@ def test_fixed_moments_in_single_precision_are_those_in_double_on_a_fine_grid():
     assert_close((mean.double(), variance.double()), expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(("level", "lengthscale"), [(2, 0.25), (3, 1.0), (6, 1.0)])
+def test_fixed_variance_next_to_a_node_that_is_known_is_exact_in_single_precision(
+    level, lengthscale
+):
+    """The finest level is unknown, the others nearly known: towards them the variance vanishes."""
+    activation = KernelActivation(DyadicGrid(level), LaplaceKernel(lengthscale))
+    M = activation.num_inducing
+    var = torch.full((1, 1, M), 1e-8)
+    var[..., M // 2 :] = 1
+    nodes = activation.grid.inducing_points
+    steps = torch.logspace(-8, -1, 40) * activation.grid.spacing
+    h = (nodes.unsqueeze(-1) - steps).reshape(-1, 1).float()
+    _, found = activation.fixed_moments(0 * var.float(), var.float(), route="local")(h)
+    _, expected = activation.combine_moments(h, 0 * var.float(), var.float(), route="local")
+    assert (found > 0).all()
+    assert_close(found, expected, rtol=3e-6, atol=0)
+
+
 def test_nan_shows_in_its_own_row_of_fixed_moments():
     activation = KernelActivation(DyadicGrid(3))
     loc = torch.randn(2, 3, 7)
@@ -143,6 +166,32 @@ def test_ratio_of_hyperbolic_sines_is_exact_on_fine_and_coarse_grids(delta, dtyp
     exact = ((a - 1) * delta).exp() * (-2 * delta * a).expm1() / math.expm1(-2 * delta)
     eps = torch.finfo(dtype).eps
     assert_close(found.double(), exact, rtol=(4 + 2 * delta) * eps, atol=1e-37)
+
+
+COUNT_BREAKS = """
+import torch
+from pyro_dak import DyadicGrid, KernelActivation
+
+activation = KernelActivation(DyadicGrid(5))
+activation.prepare(torch.zeros(()))
+for num_functions in (1, 3):
+    loc = torch.randn(num_functions, 2, 31, requires_grad=True)
+    h, sigma, mu = torch.rand(4, 2), torch.ones(2), torch.zeros(num_functions)
+
+    def total():
+        mean, var = activation.mean_field_moments(h, loc, loc.exp(), sigma, mu, mu, "local")
+        return (mean + var).sum()
+
+    assert torch._dynamo.explain(total)().graph_break_count == 0, num_functions
+"""
+
+
+def test_moments_compile_into_one_graph():
+    # In a process of its own: the compiler cannot look through the shape checks of the tests.
+    command = [sys.executable, "-c", COUNT_BREAKS]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("is_dense", [True, False])
