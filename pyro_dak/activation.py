@@ -140,14 +140,14 @@ class KernelActivation(nn.Module):
     def node_values(self, z: Tensor) -> Tensor:
         """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
         constants = self._local_constants(z)
-        if constants.node_map is None or torch.compiler.is_compiling():
+        if constants.node_map is None or not constants.node_map.can_run():
             return local.node_values(z, constants.levels)
         return constants.node_map(z)
 
     def node_moments(self, z_loc: Tensor, z_var: Tensor) -> local.NodeMoments:
         """Moments of g(U) at the sorted nodes for independent weights z, in level order."""
         constants = self._local_constants(z_loc)
-        if constants.table_map is None or torch.compiler.is_compiling():
+        if constants.table_map is None or not constants.table_map.can_run():
             return local.node_moments(z_loc, z_var, constants.levels)
         table = constants.table_map(torch.cat(torch.broadcast_tensors(z_loc, z_var), -1))
         mean, var, cov = table.unflatten(-1, (3, -1))[..., 1:-1].unbind(-2)
@@ -156,7 +156,7 @@ class KernelActivation(nn.Module):
     def _moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
         """The table of `interpolated_moments`, `(..., 3, M + 2, P)`, for z `(..., P, M)`."""
         constants = self._local_constants(z_loc)
-        if constants.table_map is not None and not torch.compiler.is_compiling():
+        if constants.table_map is not None and constants.table_map.can_run():
             both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
             return constants.table_map.units_last(both).unflatten(-2, (3, -1))
         mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)

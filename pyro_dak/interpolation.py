@@ -115,8 +115,8 @@ def sinh_ratio(a: Tensor, constants: IntervalConstants) -> Tensor:
     """sinh(a delta) / sinh(delta) for a in [0, 1]: by its series, on coarse grids by exp."""
     coefficients, delta = constants.coefficients, constants.delta
     if not coefficients:
-        left = ((a - 1) * delta).exp_()
-        return (a * (-2 * delta)).expm1_().mul_(left).div_(math.expm1(-2 * delta))
+        left = ((a - 1) * delta).exp()
+        return (a * (-2 * delta)).expm1() * left / math.expm1(-2 * delta)
     squares = a * a
     w = coefficients[-1]
     for c in coefficients[-2::-1]:
@@ -277,7 +277,31 @@ def interpolated_moments(
         sigma: scales of the units, positive, or None for 1.
         constants: of the grid.
     """
+    if torch.compiler.is_compiling():
+        return _plain_moments(h, table, sigma, constants)
     return _InterpolatedMoments.apply(h, table, sigma, constants)
+
+
+def _plain_moments(
+    h: Tensor, table: Tensor, sigma: Tensor | None, constants: IntervalConstants
+) -> tuple[Tensor, Tensor]:
+    """`interpolated_moments` for the compiler, which fuses it and finds the gradient by itself."""
+    E, P, _ = h.shape
+    M = constants.num_nodes
+    x = (h - constants.low) / constants.spacing
+    j = x.detach().clamp(0, M).int().clamp(0, M)
+    nearest = x.clamp(1, M)
+    decay = (-constants.delta * (x - nearest).abs()).exp()
+    decay = decay if sigma is None else decay * sigma.unsqueeze(-1)
+    a = nearest - j
+    w0, w1 = (sinh_ratio(part, constants) * decay for part in (1 - a, a))
+    units = torch.arange(E * P, dtype=torch.int32, device=h.device).view(E, P, 1)
+    left = (j * (E * P) + units).long()
+    right = left + E * P
+    node_mean, node_var, node_cov = table.flatten(2).unbind(1)  # (F, R U)
+    mean = w0 * node_mean[:, left] + w1 * node_mean[:, right]
+    var = w0 * (w0 * node_var[:, left] + w1 * node_cov[:, left]) + w1 * w1 * node_var[:, right]
+    return mean.sum(-2), var.sum(-2)
 
 
 def mean_field_moments(

@@ -308,10 +308,15 @@ class LinearMap:
     """
 
     def __init__(self, matrix: Tensor, is_dense: bool):
+        self.is_dense = is_dense
         with warnings.catch_warnings():  # torch calls its CSR layout a beta feature
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             self.matrix = matrix.to_dense() if is_dense else matrix.to_sparse_csr()
             self.transposed = None if is_dense else matrix.mT.to_sparse_csr()
+
+    def can_run(self) -> bool:
+        """Whether here: the compiler has no sparse products."""
+        return self.is_dense or not torch.compiler.is_compiling()
 
     def __call__(self, z: Tensor) -> Tensor:
         """`(..., M)` to `(..., R)`."""
