@@ -63,16 +63,21 @@ def use_compiled(loss: Loss) -> None:
     loss.model.layer.activation.prepare(loss.model.layer.log_unit_scale)
     eager = loss.forward
     compiled = torch.compile(eager)
+    seen: set[torch.Size] = set()  # shapes of batches: a new one may be compiled anew
 
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         try:
+            if x.shape in seen:
+                return compiled(x, *args)
             with _backward_at_once():
-                return compiled(*args)
+                result = compiled(x, *args)
+            seen.add(x.shape)
+            return result
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             warnings.warn(f"compile=True failed, going on without it: {reason}", stacklevel=2)
             loss.forward = eager  # type: ignore[method-assign]
-            return eager(*args)
+            return eager(x, *args)
 
     loss.forward = forward  # type: ignore[method-assign, assignment]
 
