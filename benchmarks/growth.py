@@ -2,7 +2,7 @@
 
 Growth is the slope of a straight line through the logarithms. Steps: median time, and the memory
 that the graph holds for the backward pass. N: an epoch of `fit` in a process of its own, and the
-peak memory of that process above one with a single batch.
+peak memory of that process above what it had after a single batch.
 """
 
 import math
@@ -42,7 +42,7 @@ def _batch(batch_size: int, num_outputs: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(batch_size, 8), torch.randn(batch_size, num_outputs)
 
 
-def _loss_fn(model: DAKRegressor, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+def _loss_fn(model: DAKRegressor, x: Tensor, y: Tensor) -> Callable[[], object]:
     loss = Loss(model.model, model.guide, model.objective, from_features=False).train()
     return lambda: loss(x, y, NUM_DATA / len(x), NUM_DATA)
 

@@ -90,6 +90,7 @@ class StackedMLP:
         for i in range(self.num_layers):
             h = torch.baddbmm(self.tensors[f"bias{i}"].unsqueeze(-1), self.tensors[f"weight{i}"], h)
             h = h.relu() if i < self.num_layers - 1 else h
+        # Twice, as for a log scale, which it is where the noise is small.
         raw = 2 * self.tensors["raw_noise"].expand(-1, h.shape[-1])
         raw = raw + h[:, 1] if h.shape[1] == 2 else raw
         return h[:, 0], nn.functional.softplus(raw).add(_LEAST_VAR).log()

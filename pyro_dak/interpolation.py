@@ -2,7 +2,7 @@
 
 The local route of `pyro_dak.local` for q(f). What bounds it is the number of operations, not their
 size: here the two nodes of an input share an axis, their weights carry sigma, and the backward pass
-is a scatter for each of means, variances and covariances.
+is one scatter for means, variances and covariances.
 """
 
 import math

@@ -315,7 +315,7 @@ class LinearMap:
             self.transposed = None if is_dense else matrix.mT.to_sparse_csr()
 
     def can_run(self) -> bool:
-        """Whether here: the compiler has no sparse products."""
+        """Whether the product works here: the compiler has no sparse ones."""
         return self.is_dense or not torch.compiler.is_compiling()
 
     def __call__(self, z: Tensor) -> Tensor:
