@@ -33,7 +33,7 @@ def _fitted(name: str, level: int) -> Any:
 
 
 def case_c(repetitions: int, quick: bool) -> list[Row]:
-    """Times and rows per second of `predict`: ratios to the network's forward pass and `predict`."""
+    """Rows per second of `predict`, and ratios to the network's forward pass and `predict`."""
     candidates = {f"dak_cf M={2**level - 1}": _fitted("dak_cf", level) for level in (3, 6, 10)}
     names = ["nn"] if quick else ["nn", "dak_mc", "nn_svgp", "svdkl", "avdkl"]
     candidates = {name: _fitted(name, 3) for name in names} | candidates
