@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_dak import local
 from pyro_dak.factors import dense_inverse_factor, sparse_inverse_factor
+from pyro_dak.gathers import gather, pick, stack_batches
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.interpolation import (
     interpolated_moments,
@@ -198,7 +199,7 @@ class KernelActivation(nn.Module):
             phi = self.features(h)
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        h, table, arrange = _stacked(h, self._moment_table(loc, var))
+        h, table, arrange = stack_batches(h, self._moment_table(loc, var))
         mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
         return arrange(mean), arrange(variance)
 
@@ -267,7 +268,7 @@ class KernelActivation(nn.Module):
         """sum_p g_{c,p}(h_p) from sorted node values `(*b2, C, P, M)`, `(..., N, C)`."""
         j, w0, w1 = self._two_nodes(h)
         table = F.pad(values, (1, 1))  # (*b2, C, P, M + 2)
-        return _gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
+        return gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
 
     def _interpolate_moments(
         self, h: Tensor, table: Tensor, unit_scale: Tensor | None
@@ -283,7 +284,7 @@ class KernelActivation(nn.Module):
         """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
         j, w0, w1 = self._two_nodes(h)
         table = F.pad(values, (1, 1))
-        return w0.unsqueeze(-2) * _at(table, j) + w1.unsqueeze(-2) * _at(table, j + 1)
+        return w0.unsqueeze(-2) * pick(table, j) + w1.unsqueeze(-2) * pick(table, j + 1)
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
         """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, without the sum over p.
@@ -316,7 +317,7 @@ class KernelActivation(nn.Module):
         safe = torch.where(a > 0, a, 1)
         b = (left * right).sum(-2) / safe
         e = torch.linalg.vector_norm(right - left * (b / safe).unsqueeze(-2), dim=-2)
-        a, b, e = (_at(part, j.squeeze(-2)) for part in (a, b, e))
+        a, b, e = (pick(part, j.squeeze(-2)) for part in (a, b, e))
         return (w0 * a + w1 * b).square() + (w1 * e).square()
 
     def prior_variance_between_nodes(self) -> float:
@@ -342,11 +343,10 @@ class KernelActivation(nn.Module):
 
     def _takes_dense_route(self, route: Route, weights: Tensor) -> bool:
         check_choice("route", route, ("auto", "dense", "local"))
-        if route == "auto":
-            return not self.has_local_route or dense_is_faster(
-                self.num_inducing, math.prod(weights.shape[:-2])
-            )
-        return route == "dense"
+        if route != "auto":
+            return route == "dense"
+        num_outputs = math.prod(weights.shape[:-2])
+        return not self.has_local_route or dense_is_faster(self.num_inducing, num_outputs)
 
     def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
@@ -397,69 +397,4 @@ class KernelActivation(nn.Module):
 
 
 def _flat(value: Tensor) -> Tensor:
-    """Units and nodes as one axis: `(..., P, M)` to `(..., P M)`."""
-    return value.flatten(-2)
-
-
-def _at(table: Tensor, index: Tensor) -> Tensor:
-    """table[c, p, index[n, p]], `(N, C, P)`, for a table `(C, P, R)` and an index `(N, P)`."""
-    C = table.shape[0]
-    return table.gather(-1, index.mT.expand(C, -1, -1)).permute(2, 0, 1)
-
-
-def _stacked(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Arguments of `interpolated_moments`, and how to arrange its results as `(..., N, C)`.
-
-    If either batch is trivial, it is not copied: the batch of the table joins its functions, the
-    batch of the inputs joins their rows. Else the batch is one of members.
-
-    Args:
-        h: `(*b1, N, P)`.
-        table: `(*b2, C, 3, R, P)`; b1 and b2 broadcast.
-    """
-    N, P = h.shape[-2:]
-    C, three, R, _ = table.shape[-4:]
-    batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-4])
-    if math.prod(h.shape[:-2]) == 1:
-        table = table.reshape(-1, three, R, P)
-        return h.reshape(1, N, P), table, lambda out: out.view(*batch, C, N).mT
-    if math.prod(table.shape[:-4]) == 1:
-        h, table = h.reshape(1, -1, P), table.reshape(C, three, R, P)
-        return h, table, lambda out: out.view(C, *batch, N).movedim(0, -1)
-    E = math.prod(batch)
-    table = table.expand(*batch, C, three, R, P).reshape(E, C, three, R, P)
-    table = table.movedim(0, 3).flatten(3)
-    h = h.expand(*batch, N, P).reshape(E, N, P)
-    return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)
-
-
-def _gather(weights: Tensor, index: Tensor, table: Tensor) -> Tensor:
-    """sum over p, k of weights[n, p, k] table[c, p, index[n, p, k]], `(..., N, C)`.
-
-    Args:
-        weights: `(*b1, N, P, K)`.
-        index: like `weights`, entries in [0, R).
-        table: `(*b2, C, P, R)`; b1 and b2 broadcast. If either batch is trivial, it is not copied:
-            the batch of the table joins its outputs, the batch of the inputs joins their rows.
-    """
-    N, P, K = weights.shape[-3:]
-    C, _, R = table.shape[-3:]
-    batch = torch.broadcast_shapes(weights.shape[:-3], table.shape[:-3])
-    num_batch = math.prod(batch)
-    if math.prod(weights.shape[:-3]) == 1:
-        groups, rows, outputs = 1, N, num_batch * C
-    elif math.prod(table.shape[:-3]) == 1:
-        groups, rows, outputs = 1, num_batch * N, C
-    else:
-        groups, rows, outputs = num_batch, N, C
-        weights = weights.expand(*batch, N, P, K)
-        index = index.expand(*batch, N, P, K)
-        table = table.expand(*batch, C, P, R)
-    offset = R * torch.arange(groups * P, device=index.device).view(groups, 1, P, 1)
-    flat_index = (index.reshape(groups, rows, P, K) + offset).view(groups * rows, P * K)
-    flat_weights = weights.reshape(groups * rows, P * K)
-    flat_table = table.reshape(groups, outputs, P * R).mT.reshape(-1, outputs).contiguous()
-    out = local.gather_sum(flat_weights, flat_index, flat_table)  # (groups * rows, outputs)
-    if outputs == C:
-        return out.view(*batch, N, C)
-    return out.view(N, num_batch, C).transpose(0, 1).reshape(*batch, N, C)
+    return value.flatten(-2)  # units and nodes as one axis, (..., P M)

@@ -88,8 +88,7 @@ class AdditiveLayer(nn.Module):
             linear_scale = None if linear_scale is None else linear_scale * factor
         mean, var = self.activation.mean_field_moments(h, z, z_scale, sigma, mu, mu_scale)
         if linear is not None and linear_scale is not None:
-            r = sigma * self.linear_inputs(h)
-            mean, var = mean + r @ linear.mT, var + r.square() @ linear_scale.square().mT
+            mean, var = self._add_linear(h, sigma, mean, var, linear, linear_scale)
         return FunctionMoments(mean, var)
 
     def fixed_moments(self, loc: Weights, scale: Weights) -> Callable[[Tensor], FunctionMoments]:
@@ -103,11 +102,17 @@ class AdditiveLayer(nn.Module):
             mean, var = of_units(h)
             mean, var = mean + loc.mu, var + mu_var
             if loc.linear is not None and scale.linear is not None:
-                r = sigma * self.linear_inputs(h)
-                mean, var = mean + r @ loc.linear.mT, var + r.square() @ scale.linear.square().mT
+                mean, var = self._add_linear(h, sigma, mean, var, loc.linear, scale.linear)
             return FunctionMoments(mean, var)
 
         return moments
+
+    def _add_linear(
+        self, h: Tensor, sigma: Tensor, mean: Tensor, var: Tensor, loc: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Moments of f with the linear term, whose weights have these means and deviations."""
+        r = sigma * self.linear_inputs(h)
+        return mean + r @ loc.mT, var + r.square() @ scale.square().mT
 
     def design(self, h: Tensor) -> Tensor:
         """The row of each input in the linear model of the weights, `(..., N, num_weights)`.

@@ -36,7 +36,6 @@ __all__ = [
     "bridge_variance",
     "bridge_weights",
     "feature_constants",
-    "gather_sum",
     "level_constants",
     "level_features",
     "locate",
@@ -342,46 +341,3 @@ class LinearMap:
         if self.transposed is None:
             return self.matrix @ flat
         return _SparseProduct.apply(flat, self.matrix, self.transposed)
-
-
-class _GatherSum(torch.autograd.Function):
-    """out[n, c] = sum_k weights[n, k] table[index[n, k], c], with a scatter for its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        N, K = index.shape
-        C = table.shape[1]
-        if C == 1:
-            rows = table.flatten().index_select(0, index.flatten()).view(N, K)
-            out = torch.linalg.vecdot(weights, rows).unsqueeze(-1)
-        else:
-            rows = table.index_select(0, index.flatten()).view(N, K, C)
-            out = torch.bmm(weights.unsqueeze(-2), rows).squeeze(-2)
-        ctx.save_for_backward(weights, index, rows)
-        ctx.table_shape = table.shape
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        weights, index, rows = ctx.saved_tensors
-        R, C = ctx.table_shape
-        grad_weights = grad_table = None
-        if ctx.needs_input_grad[0]:
-            grad_weights = rows * grad if C == 1 else (rows * grad.unsqueeze(-2)).sum(-1)
-        if ctx.needs_input_grad[2]:
-            flat = index.flatten()
-            if C == 1:
-                source = (weights * grad).flatten()
-                grad_table = grad.new_zeros(R).scatter_add_(0, flat, source).unsqueeze(-1)
-            else:
-                source = (weights.unsqueeze(-1) * grad.unsqueeze(-2)).view(-1, C)
-                grad_table = grad.new_zeros(R, C).index_add_(0, flat, source)
-        return grad_weights, None, grad_table
-
-
-def gather_sum(
-    weights: Float[Tensor, "n k"], index: Int[Tensor, "n k"], table: Float[Tensor, "r c"]
-) -> Float[Tensor, "n c"]:
-    """sum_k weights[n, k] table[index[n, k], :], `(N, C)`; differentiable once in both."""
-    return _GatherSum.apply(weights, index, table)

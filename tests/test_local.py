@@ -154,24 +154,6 @@ def test_level_features_never_index_out_of_range(x):
     assert value.isnan().any() == math.isnan(x)
 
 
-@pytest.mark.parametrize("num_columns", [1, 3])
-def test_gather_sum_is_the_loop(num_columns):
-    weights, table = torch.randn(4, 5), torch.randn(6, num_columns)
-    index = torch.randint(6, (4, 5))
-    expected = torch.stack(
-        [sum(weights[n, k] * table[index[n, k]] for k in range(5)) for n in range(4)]
-    )
-    assert_close(local.gather_sum(weights, index, table), expected)
-
-
-@pytest.mark.parametrize("num_columns", [1, 3])
-def test_gather_sum_has_the_gradient_of_finite_differences(num_columns):
-    weights = torch.randn(4, 5, requires_grad=True)
-    table = torch.randn(6, num_columns, requires_grad=True)
-    index = torch.randint(6, (4, 5))
-    assert torch.autograd.gradcheck(lambda w, t: local.gather_sum(w, index, t), (weights, table))
-
-
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_linear_map_is_a_product_with_its_gradient(is_dense):
     matrix = torch.randn(5, 4) * (torch.rand(5, 4) < 0.5)
