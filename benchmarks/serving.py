@@ -1,7 +1,7 @@
 """Prediction of mean and variance, side by side: many rows at once, and a single row.
 
-Case c: all regression models in the kin40k setting, untrained, against the forward pass of the
-plain network.
+Case c: all regression models in the kin40k setting, after one step, against the forward pass of the
+plain network; DAK compiled too, also against the compiled forward pass.
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import models
+import pyro_dak
 from benchmarks.steps import Row, rows
 from benchmarks.timing import time_side_by_side
 from models._recipe import Recipe
@@ -18,6 +19,12 @@ from pyro_dak.prediction import Prediction
 
 def _moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     prediction: Prediction = model.predict(x)
+    return prediction.mean, prediction.variance
+
+
+def _compiled_moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    prediction = pyro_dak.predict(model.model, model.guide, x, compile=True, progress=False)
+    assert isinstance(prediction, Prediction)
     return prediction.mean, prediction.variance
 
 
@@ -38,16 +45,29 @@ def case_c(repetitions: int, quick: bool) -> list[Row]:
     names = ["nn"] if quick else ["nn", "dak_mc", "nn_svgp", "svdkl", "avdkl"]
     candidates = {name: _fitted(name, 3) for name in names} | candidates
     table = []
+    forward = torch.no_grad()(candidates["nn"].network.forward)
+    compiled_forward = torch.no_grad()(torch.compile(candidates["nn"].network, dynamic=True))
     for num_rows in (64, 1) if quick else (16_384, 1):
         x = torch.randn(num_rows, 8)
         calls: dict[str, Any] = {name: partial(_moments, m, x) for name, m in candidates.items()}
-        network = candidates["nn"].network
-        calls["network forward"] = torch.no_grad()(partial(network, x))
+        calls["network forward"] = partial(forward, x)
+        compiled = {}
+        if not quick:
+            dak = {k: v for k, v in candidates.items() if k.startswith("dak_cf")}
+            compiled = {f"{k} compiled": partial(_compiled_moments, v, x) for k, v in dak.items()}
+            compiled["network forward compiled"] = partial(compiled_forward, x)
+        calls |= compiled
         timings = time_side_by_side(calls, repetitions)
         part = rows("c", f"{num_rows} rows", timings, "network forward")
         table += [row | {"rows_per_second": 1e3 * num_rows / row["milliseconds"]} for row in part]
-        predicting = {k: v for k, v in timings.items() if k != "network forward"}
+        if compiled:
+            own = {name: timings[name] for name in compiled}
+            table += rows("c", f"{num_rows} rows, compiled", own, "network forward compiled")
+        predicting = {k: v for k, v in timings.items() if not k.startswith("network forward")}
         table += rows("c", f"{num_rows} rows, of `predict` of the network", predicting, "nn")
-        growth = {k: v for k, v in timings.items() if k.startswith("dak_cf")}
-        table += rows("c", f"{num_rows} rows, growth with M", growth, "dak_cf M=7")
+        for ending in ("", " compiled") if compiled else ("",):
+            growth = {
+                f"dak_cf M={M}{ending}": timings[f"dak_cf M={M}{ending}"] for M in (7, 63, 1023)
+            }
+            table += rows("c", f"{num_rows} rows, growth with M", growth, f"dak_cf M=7{ending}")
     return table

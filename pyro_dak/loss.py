@@ -1,15 +1,15 @@
 """The loss that `fit` differentiates, and what surrounds it: compilation, frozen features."""
 
 import math
-import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
+from pyro_dak.compilation import Compiled
 from pyro_dak.model import DAK, evaluating
 from pyro_dak.objectives import AnalyticELBO
 
@@ -48,38 +48,10 @@ def _with_terms(loss: Tensor, terms: tuple[Tensor, Tensor], num_data: int) -> tu
         return loss, torch.stack([loss, expected_log_lik / num_data, kl / num_data])
 
 
-def _backward_at_once() -> AbstractContextManager[object]:
-    """Inside, the backward pass is compiled with the forward pass, so that failures can be caught.
-
-    Older versions of torch have no such setting, and compile it when it is first run.
-    """
-    name = "force_non_lazy_backward_lowering"
-    config = torch._functorch.config
-    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
-
-
 def use_compiled(loss: Loss) -> None:
     """Compile the forward pass of a loss; where that fails, warn and go on without."""
     loss.model.layer.activation.prepare(loss.model.layer.log_unit_scale)
-    eager = loss.forward
-    compiled = torch.compile(eager)
-    seen: set[torch.Size] = set()  # shapes of batches: a new one may be compiled anew
-
-    def forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        try:
-            if x.shape in seen:
-                return compiled(x, *args)
-            with _backward_at_once():
-                result = compiled(x, *args)
-            seen.add(x.shape)
-            return result
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            warnings.warn(f"compile=True failed, going on without it: {reason}", stacklevel=2)
-            loss.forward = eager  # type: ignore[method-assign]
-            return eager(x, *args)
-
-    loss.forward = forward  # type: ignore[method-assign, assignment]
+    loss.forward = Compiled(loss.forward)  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -131,14 +131,36 @@ class DAK(PyroModule):
             self.input_shape = tuple(x.shape[1:])
         return self.embed(self.feature_extractor(x))
 
+    def fixed_unit_inputs(self) -> Callable[[Tensor], Tensor]:
+        """`unit_inputs` in eval mode as a function of x, for many calls with the same weights.
+
+        Embedding and scaling are one affine map. What is returned is stored by units, so that the
+        additive layer reads it in order. Do not ask for gradients.
+        """
+        extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
+        gain, shift = (part.detach().unsqueeze(-1) for part in self.scaling.fixed_affine())
+        weight = gain if embedding is None else gain * embedding.weight.detach()
+        apply_map = torch.addcmul if embedding is None else torch.addmm
+
+        def unit_inputs(x: Tensor) -> Tensor:
+            features = extractor(x)
+            check(features)
+            with own_precision(features):  # mixed precision is for the network
+                return apply_map(shift, weight, features.to(weight.dtype).mT).mT
+
+        return unit_inputs
+
     def embed(self, features: Tensor) -> Tensor:
         """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
+        self._check_features(features)
+        return self.scaling(features if self.embedding is None else self.embedding(features))
+
+    def _check_features(self, features: Tensor) -> None:
         if features.dim() != 2 or features.shape[-1] != self.feature_dim:
             raise ValueError(
                 f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
                 f"{tuple(features.shape)}. Flatten its output or set `feature_dim`."
             )
-        return self.scaling(features if self.embedding is None else self.embedding(features))
 
     def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The generative program; returns y.
@@ -240,15 +262,16 @@ def own_precision(like: Tensor) -> AbstractContextManager[Any]:
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    for module in modules:
-        module.eval()
+    in_training = [m for module in modules for m in module.modules() if m.training]
+    if in_training:
+        for module in modules:
+            module.eval()
     try:
         with torch.no_grad(), local_parameters(*modules):
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in in_training:
+            module.training = True
 
 
 @contextmanager

@@ -70,9 +70,18 @@ class Scaling(nn.Module):
         """The two statistics of a batch `(N, P)`, each `(P,)`."""
         raise NotImplementedError
 
+    def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Gain and shift, `(P,)` each, of the map that these statistics define."""
+        raise NotImplementedError
+
+    def fixed_affine(self) -> tuple[Tensor, Tensor]:
+        """Gain and shift of eval mode, from the running statistics."""
+        return self.affine(self.first, self.second)
+
     def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """The map that these statistics define, applied to h."""
-        raise NotImplementedError
+        gain, shift = self.affine(first, second)
+        return torch.addcmul(shift, h, gain)
 
     def spread(self) -> Tensor:
         """Width of each unit's inputs as seen in training, `(P,)`."""
@@ -146,10 +155,10 @@ class Standardize(Scaling):
         squares = _sum_over_processes((rows - mean).square().sum(0))
         return mean, squares / totals[-1]
 
-    def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.bounds
         gain = (high - low) / (2 * self.num_std) * (second + self.eps).rsqrt()
-        return torch.addcmul((low + high) / 2 - first * gain, h, gain)
+        return gain, (low + high) / 2 - first * gain
 
     def spread(self) -> Tensor:
         return self.second.sqrt()
@@ -184,9 +193,9 @@ class MinMax(Scaling):
             return -extremes[: self.num_units], extremes[self.num_units :]
         return low, high
 
-    def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         gain = (self.bounds[1] - self.bounds[0]) / (second - first).clamp(min=self.eps)
-        return torch.addcmul(self.bounds[0] - first * gain, h, gain)
+        return gain, self.bounds[0] - first * gain
 
     def spread(self) -> Tensor:
         return self.second - self.first
@@ -197,6 +206,9 @@ class NoScaling(Scaling):
 
     def forward(self, h: Tensor) -> Tensor:
         return h
+
+    def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(first), torch.zeros_like(first)
 
     def spread(self) -> Tensor:
         return torch.ones_like(self.first)

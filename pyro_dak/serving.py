@@ -41,6 +41,7 @@ class FixedMoments:
         next_mean, twice_cov, next_var = parts
         rows = torch.stack([mean, next_mean, var, twice_cov, next_var], 1)
         self.table = rows.to(constants.low).flatten(2)  # (F, 5, P M)
+        self.intervals = self.table.mT.contiguous()  # (F, P M, 5), for the compiler
         self.constants = constants
         P, M = mean.shape[-2:]
         self.first = torch.arange(-1, P * M - 1, M, dtype=torch.int32, device=mean.device)
@@ -50,6 +51,8 @@ class FixedMoments:
         self, h: Float[Tensor, "n p"]
     ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"]]:
         """Mean and variance. A NaN shows in its own row."""
+        if torch.compiler.is_compiling():
+            return self.for_compiler(h)
         num_functions, five, num_places = self.table.shape
         N, P = h.shape
         constants = self.constants
@@ -58,7 +61,7 @@ class FixedMoments:
         r = x.sub_(nearest).abs_().mul_(-constants.delta).exp_()
         j = nearest.to(torch.int32)
         a = nearest.sub_(j)
-        w1 = sinh_ratio(a, constants).mul_(r)
+        w1 = sinh_ratio(a, constants)  # 0 where r is not 1
         w0 = sinh_ratio(1 - a, constants).mul_(r)
         places = j.add_(self.first.unsqueeze(-1)).clamp_(0, num_places - 1).flatten()
         picked = self.table.flatten(0, 1).index_select(1, places)
@@ -66,3 +69,21 @@ class FixedMoments:
         mean = (w0 * mean0).addcmul_(w1, mean1).sum(1)
         var = (w0 * var0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), var1).sum(1)
         return mean.mT, var.mT
+
+    def for_compiler(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in plain operations, of which the compiler makes one loop over h.
+
+        What that loop reads of an interval lies together.
+        """
+        constants = self.constants
+        x = (h.mT - constants.low) / constants.spacing
+        nearest = x.clamp(1, constants.num_nodes)
+        r = (-constants.delta * (x - nearest).abs()).exp()
+        j = nearest.to(torch.int32)
+        a = nearest - j
+        w1, w0 = sinh_ratio(a, constants), sinh_ratio(1 - a, constants) * r
+        places = (j + self.first.unsqueeze(-1)).clamp(0, self.intervals.shape[1] - 1)
+        mean0, mean1, var0, cov, var1 = (self.intervals[:, places, i] for i in range(5))
+        mean = w0 * mean0 + w1 * mean1
+        var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
+        return mean.sum(1).mT, var.sum(1).mT

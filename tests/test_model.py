@@ -158,6 +158,28 @@ def test_rows_are_independent_in_eval_mode():
     assert_close(case.h, torch.cat([case.model.unit_inputs(row) for row in case.x.split(1)]))
 
 
+@pytest.mark.parametrize("scaling", ["standardize", "minmax", "none"])
+@pytest.mark.parametrize("embedding", [True, False])
+def test_fixed_unit_inputs_are_those_of_eval_mode(scaling, embedding):
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    model = DAK(network, 4, num_units=4, scaling=scaling, embedding=embedding)
+    model.unit_inputs(5 + 3 * torch.randn(50, 3))  # running statistics that are not the initial
+    model.eval()
+    x = torch.randn(20, 3)
+    assert_close(model.fixed_unit_inputs()(x), model.unit_inputs(x))
+
+
+def test_fixed_unit_inputs_keep_their_precision_beside_a_network_of_less():
+    model = DAK(nn.Linear(3, 4), 4, num_units=2).float()
+    model.unit_inputs(torch.randn(50, 3).float())
+    x = torch.randn(20, 3).float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        h = model.eval().fixed_unit_inputs()(x)
+        expected = model.scaling(model.embedding.float()(model.feature_extractor(x).float()))
+    assert h.dtype == torch.float32
+    assert_close(h, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_parameters_are_counted_as_in_the_paper():
     model = DAK(
         nn.Identity(),

@@ -1,6 +1,9 @@
 """`predict`: exact moments, row by row, calibrated quantiles, class probabilities, components."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pyro
 import pytest
@@ -377,3 +380,58 @@ def test_training_works_after_inference_mode():
         model(x)
     guide.moments(model.layer, model.unit_inputs(x)).mean.sum().backward()
     assert guide.z_loc.grad is not None
+
+
+COMPILED = """
+import warnings, torch
+from torch.testing import assert_close
+from torch import nn
+from pyro_dak import DAK, CategoricalLikelihood, FullRankGuide, GaussianLikelihood, MeanFieldGuide
+from pyro_dak import predict
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+warnings.simplefilter("error", UserWarning)
+warnings.filterwarnings("ignore", module="torch")
+cases = [(MeanFieldGuide, GaussianLikelihood, 1), (FullRankGuide, GaussianLikelihood, 2),
+         (MeanFieldGuide, CategoricalLikelihood, 3)]
+for guide_class, likelihood, num_outputs in cases:
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    model = DAK(network, 4, 3, num_outputs, 3, likelihood=likelihood())
+    x = torch.randn(40, 3)
+    model(x)
+    guide = guide_class(model, init_scale=0.4, init_loc_scale=0.7)
+    for weights in range(2):
+        for num_rows in (40, 17, 1):
+            eager, compiled = (
+                predict(model, guide, x[:num_rows], method="probit", chunk_size=25, compile=how)
+                for how in (False, True)
+            )
+            assert_close(compiled.functions[:2], eager.functions[:2])
+        with torch.no_grad():  # what is compiled must read the weights, not remember them
+            for parameter in (*network.parameters(), *guide.parameters()):
+                parameter.mul_(1.1)
+"""
+
+
+@pytest.mark.slow
+def test_compiled_predictions_are_the_eager_ones_also_after_training_goes_on():
+    # In a process of its own: the compiler cannot look through the shape checks of the tests.
+    command = [sys.executable, "-c", COMPILED]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_prediction_goes_on_without_a_compiler(monkeypatch):
+    def broken(fn, **options):
+        def fail(*args):
+            raise RuntimeError("no compiler here")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model, guide, x = make()
+    with pytest.warns(UserWarning, match="going on without it: no compiler here"):
+        found = predict(model, guide, x, compile=True, chunk_size=15)
+    assert_close(found.variance, predict(model, guide, x).variance)
