@@ -237,26 +237,28 @@ class _KLDiagonals(torch.autograd.Function):
     def forward(ctx: Any, prior: tuple[float, float], *parameters: Tensor) -> Tensor:
         ctx.prior = prior
         ctx.save_for_backward(*parameters)
-        shift, log_ratio = _whitened(parameters, prior)
-        # Term by term: a sum of squares minus their number would cancel where q is near the prior.
-        rest = (2 * log_ratio).exp_().sub_(1).sub_(log_ratio, alpha=2)
-        return torch.dot(shift, shift).add_(rest.sum()).div_(2)
+        total = parameters[0].new_zeros(())
+        for loc, log_scale in zip(parameters[::2], parameters[1::2], strict=True):
+            shift, log_ratio = _whitened(loc.reshape(-1), log_scale.reshape(-1), prior)
+            # By element: a sum of squares minus their number would cancel where q is the prior.
+            rest = (2 * log_ratio).exp_().sub_(1).sub_(log_ratio, alpha=2)
+            total.add_(torch.dot(shift, shift)).add_(rest.sum())
+        return total.div_(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parameters = ctx.saved_tensors
-        sizes = [part.numel() for part in parameters[::2]]
-        shift, log_ratio = _whitened(parameters, ctx.prior)
-        grad_loc = (shift * (grad / ctx.prior[1])).split(sizes)
-        grad_log_scale = torch.addcmul(-grad, grad, (2 * log_ratio).exp()).split(sizes)
-        flat = (part for pair in zip(grad_loc, grad_log_scale, strict=True) for part in pair)
-        grads = (g.view(p.shape) for g, p in zip(flat, parameters, strict=True))
+        minus_grad, grad_shift = -grad, grad / ctx.prior[1]
+        grads: list[Tensor] = []
+        for loc, log_scale in zip(parameters[::2], parameters[1::2], strict=True):
+            shift, log_ratio = _whitened(loc, log_scale, ctx.prior)
+            grads.append(shift * grad_shift)
+            grads.append(torch.addcmul(minus_grad, grad, (2 * log_ratio).exp()))
         return None, *grads
 
 
-def _whitened(parameters: Sequence[Tensor], prior: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """(m - m0) / s0 and log (s / s0) of all sites in a row, `(K,)` each."""
-    loc, log_scale = (torch.cat([p.reshape(-1) for p in parameters[i::2]]) for i in (0, 1))
+def _whitened(loc: Tensor, log_scale: Tensor, prior: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """(m - m0) / s0 and log (s / s0)."""
     if prior == (0, 1):
         return loc, log_scale
     return (loc - prior[0]) / prior[1], log_scale - math.log(prior[1])

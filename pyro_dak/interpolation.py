@@ -148,9 +148,12 @@ def _grad_table(
     places, _, w, *_ = saved
     F, three, R, U = shape
     w_g = w * grad_var
-    values = w.new_zeros(F, three, *w.shape)
-    values[:, 0], values[:, 1], values[:, 2, 0] = w * grad_mean, w_g * w, w_g[:, 0] * w[1]
-    values = values.reshape(F * three, -1)
+    values = w.new_empty(F, three, *w.shape)
+    torch.mul(w, grad_mean, out=values[:, 0])
+    torch.mul(w_g, w, out=values[:, 1])
+    torch.mul(w_g[:, 0], w[1], out=values[:, 2, 0])
+    values[:, 2, 1].zero_()
+    values = values.view(F * three, -1)
     table = values.new_zeros(F * three, R * U)
     return table.scatter_add_(1, places.reshape(-1).expand_as(values), values).view(shape)
 

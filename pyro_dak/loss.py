@@ -32,20 +32,22 @@ class Loss(nn.Module):
             h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
             terms = self.objective.terms_from_units(self.model, guide, h, y, effective)
-            return _with_terms((terms.kl - terms.expected_log_lik) / num_data, terms, num_data)
+            return _per_datum(terms.kl - terms.expected_log_lik, *terms, num_data)
         program = self._from_features if self.from_features else self.model
         loss = self.objective.differentiable_loss(program, self.guide, x, y, num_data=effective)
         unknown = torch.full_like(loss, math.nan)
-        return _with_terms(loss / num_data, (unknown, unknown), num_data)
+        return _per_datum(loss, unknown, unknown, num_data)
 
     def _from_features(self, x: Tensor, y: Tensor, num_data: float) -> Tensor:
         return self.model.observe(self.model.embed(x), y, num_data)
 
 
-def _with_terms(loss: Tensor, terms: tuple[Tensor, Tensor], num_data: int) -> tuple[Tensor, Tensor]:
+def _per_datum(
+    loss: Tensor, expected_log_lik: Tensor, kl: Tensor, num_data: int
+) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        expected_log_lik, kl = terms
-        return loss, torch.stack([loss, expected_log_lik / num_data, kl / num_data])
+        terms = torch.stack([loss, expected_log_lik, kl]).div_(num_data)
+    return loss / num_data, terms
 
 
 def use_compiled(loss: Loss) -> None:
