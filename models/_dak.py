@@ -77,6 +77,7 @@ class DAKRegressor:
             learning_rate=recipe.learning_rate,
             last_layer_learning_rate=recipe.last_layer_learning_rate,
             optimizer=recipe.optimizer,
+            last_layer_optimizer=recipe.last_layer_optimizer,
             schedule=recipe.schedule,
             weight_decay=recipe.weight_decay,
             decay_last_layer=recipe.decay_last_layer,

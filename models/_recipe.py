@@ -43,6 +43,7 @@ class Recipe:
     num_samples_test: int = 20
     decay_last_layer: bool = False
     last_layer_learning_rate: float | None = None
+    last_layer_optimizer: str | None = None
     progress: bool = False
 
 
@@ -146,6 +147,7 @@ def train(
         recipe.weight_decay,
         recipe.decay_last_layer,
         fused=device.type in ("cpu", "cuda"),
+        last_layer_name=recipe.last_layer_optimizer,
     )
     generator = torch.Generator().manual_seed(recipe.seed)
     step_fn = _step_fn(optimizer, [*network, *last_layer], loss_fn, data, recipe)

@@ -46,6 +46,7 @@ class Settings:
     learning_rate: float
     last_layer_learning_rate: float
     optimizer: str
+    last_layer_optimizer: str
     schedule: str
     weight_decay: float
     decay_last_layer: bool

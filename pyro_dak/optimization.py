@@ -22,6 +22,46 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
+class TwoOptimizers(torch.optim.Optimizer):
+    """One optimiser for the network and another for the last layer, as one.
+
+    Groups and state are theirs: a change of a rate reaches them, and so does `load_state_dict`.
+
+    Args:
+        first: steps first; its groups come first.
+        second: steps second.
+    """
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer):
+        self.parts = (first, second)
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts have the groups and the state of the whole."""
+        first, second = self.parts
+        count = len(first.param_groups)
+        first.param_groups, second.param_groups = (
+            self.param_groups[:count],
+            self.param_groups[count:],
+        )
+        first.state = second.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimiser's."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step of each; a closure would be called twice, and is not taken."""
+        if closure is not None:
+            raise NotImplementedError(
+                "Two optimisers cannot share a closure; compute the loss first."
+            )
+        for part in self.parts:
+            part.step()
+
+
 def build_optimizer(
     name: str,
     network: Iterable[Tensor],
@@ -31,25 +71,38 @@ def build_optimizer(
     weight_decay: float,
     decay_last_layer: bool,
     fused: bool,
+    last_layer_name: str | None = None,
 ) -> torch.optim.Optimizer:
     """The optimiser called `name`, with a group for the network and one for the last layer.
 
     Weight decay acts on the network; the last layer has its prior instead, unless
-    `decay_last_layer`. SGD has momentum 0.9.
+    `decay_last_layer`. SGD has momentum 0.9. The last layer may have another optimiser, called
+    `last_layer_name`.
     """
+    last_layer_name = name if last_layer_name is None else last_layer_name
     check_choice("optimizer", name, OPTIMIZERS)
-    groups = [
-        {"params": list(network), "lr": learning_rate, "weight_decay": weight_decay},
-        {
-            "params": list(last_layer),
-            "lr": last_layer_learning_rate,
-            "weight_decay": weight_decay if decay_last_layer else 0.0,
-        },
-    ]
+    check_choice("last_layer_optimizer", last_layer_name, OPTIMIZERS)
+    of_network = {"params": list(network), "lr": learning_rate, "weight_decay": weight_decay}
+    of_last_layer = {
+        "params": list(last_layer),
+        "lr": last_layer_learning_rate,
+        "weight_decay": weight_decay if decay_last_layer else 0.0,
+    }
+    if not of_network["params"]:
+        return _build(last_layer_name, [of_last_layer], fused)
+    if last_layer_name == name or not of_last_layer["params"]:
+        groups = [group for group in (of_network, of_last_layer) if group["params"]]
+        return _build(name, groups, fused)
+    return TwoOptimizers(
+        _build(name, [of_network], fused), _build(last_layer_name, [of_last_layer], fused)
+    )
+
+
+def _build(name: str, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     if fused and name in ("adam", "adamw", "sgd"):
         options["fused"] = True
-    return OPTIMIZERS[name]([group for group in groups if group["params"]], **options)
+    return OPTIMIZERS[name](groups, **options)
 
 
 def _one_cycle(step: int, total_steps: int, steps_per_epoch: int) -> float:

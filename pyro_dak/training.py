@@ -55,6 +55,7 @@ def fit(
     learning_rate: float = 1e-2,
     last_layer_learning_rate: float | None = None,
     optimizer: str = "adam",
+    last_layer_optimizer: str | None = None,
     schedule: str | Schedule = "one_cycle",
     weight_decay: float = 0.0,
     decay_last_layer: bool = False,
@@ -94,6 +95,9 @@ def fit(
         learning_rate: of the network, at the peak of the schedule.
         last_layer_learning_rate: of guide, scales and noise; by default the same.
         optimizer: "adam", "adamw", "sgd" or "adadelta".
+        last_layer_optimizer: of guide, scales and noise; by default the same. The KL moves the
+            scales of q by gradients of order 1 / N per datum, which "sgd" and "adadelta" hardly
+            follow; "adam" does, whatever their size.
         schedule: "one_cycle", "cosine", "constant", "step", or a function of
             (step, total steps, steps per epoch).
         weight_decay: on the network.
@@ -140,6 +144,7 @@ def fit(
         learning_rate=learning_rate,
         last_layer_learning_rate=last_layer_learning_rate,
         optimizer=optimizer,
+        last_layer_optimizer=last_layer_optimizer or optimizer,
         schedule=schedule if isinstance(schedule, str) else _name_of(schedule),
         weight_decay=weight_decay,
         decay_last_layer=decay_last_layer,
@@ -316,4 +321,5 @@ def _optimizer(
         settings.weight_decay,
         settings.decay_last_layer,
         fused=fabric.device.type in ("cpu", "cuda") and "16" not in str(precision),
+        last_layer_name=settings.last_layer_optimizer,
     )

@@ -206,6 +206,7 @@ class ImageBaseline(ABC):
             recipe.weight_decay,
             recipe.decay_last_layer,
             fused="16" not in str(recipe.precision),
+            last_layer_name=recipe.last_layer_optimizer,
         )
 
 

@@ -108,6 +108,7 @@ def training_options(recipe: ImageRecipe) -> dict[str, Any]:
         "learning_rate": recipe.learning_rate,
         "last_layer_learning_rate": recipe.last_layer_learning_rate or recipe.learning_rate,
         "optimizer": recipe.optimizer,
+        "last_layer_optimizer": recipe.last_layer_optimizer or recipe.optimizer,
         "schedule": recipe.schedule,
         "weight_decay": recipe.weight_decay,
         "decay_last_layer": recipe.decay_last_layer,
