@@ -30,6 +30,7 @@ from pyro_dak import (
 )
 from pyro_dak.checkpoint import module_tensors
 from pyro_dak.data import LoaderData
+from pyro_dak.optimization import build_optimizer
 from pyro_dak.training import build_objective
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
@@ -143,6 +144,71 @@ def test_last_layer_has_its_own_learning_rate():
     assert_close(after["guide.z_loc"], before["guide.z_loc"], atol=1e-9, rtol=0)
     weight = "model.embedding.weight"
     assert (after[weight] - before[weight]).abs().max() > 1e-4
+
+
+OWN_OPTIMIZER = {"optimizer": "adadelta", "learning_rate": 1.0, "last_layer_optimizer": "adam",
+                 "last_layer_learning_rate": 1e-2}  # fmt: skip
+
+
+def test_last_layer_has_its_own_optimizer():
+    """Adadelta hardly moves the scales of q, whose gradients are of order 1 / N; Adam does."""
+    before = module_tensors(*make_model())["guide.z_log_scale"]
+    shared, own = (
+        parameters_after(**options)["guide.z_log_scale"]
+        for options in ({"optimizer": "adadelta", "learning_rate": 1.0}, OWN_OPTIMIZER)
+    )
+    assert (own - before).abs().mean() > 3 * (shared - before).abs().mean()
+
+
+def test_two_optimizers_are_those_of_their_groups_also_from_a_saved_state():
+    starts = [torch.randn(3, 2), torch.randn(4)]
+    gradients = [[torch.randn_like(start) for start in starts] for _ in range(4)]
+
+    def leaves():
+        return [start.clone().requires_grad_() for start in starts]
+
+    def make(network, last_layer):
+        rates = (1.0, 1e-2)
+        return build_optimizer(
+            "adadelta", network, last_layer, *rates, 0.1, False, True, last_layer_name="adam"
+        )
+
+    def steps(parameters, optimizers, some, rate):
+        for pair in some:
+            for parameter, gradient in zip(parameters, pair, strict=True):
+                parameter.grad = gradient
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+
+    alone, together = leaves(), leaves()
+    parts = [make(alone[:1], []), make([], alone[1:])]
+    assert [type(part).__name__ for part in parts] == ["Adadelta", "Adam"]
+    whole = make(together[:1], together[1:])
+    for some, rate in ((gradients[:2], 0.5), (gradients[2:], 0.1)):
+        steps(alone, parts, some, rate)
+        steps(together, [whole], some, rate)
+        assert_close(together, alone)
+        state = whole.state_dict()
+        together = [leaf.detach().clone().requires_grad_() for leaf in together]
+        whole = make(together[:1], together[1:])
+        whole.load_state_dict(state)
+    with pytest.raises(NotImplementedError, match="closure"):
+        whole.step(lambda: 0.0)
+
+
+def test_a_run_with_two_optimizers_resumes_as_if_uninterrupted(tmp_path):
+    def stop(epoch, row):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+    options = {**OWN_OPTIMIZER, "epochs": 4}
+    with pytest.raises(KeyboardInterrupt):
+        train(*make_model(), checkpoint_dir=tmp_path, callbacks=[stop], **options)
+    resumed = make_model()
+    train(*resumed, checkpoint_dir=tmp_path, resume_from=tmp_path, **options)
+    assert_same(module_tensors(*resumed), parameters_after(**options))
 
 
 def test_early_stopping_restores_the_best_weights():
@@ -622,6 +688,7 @@ def test_precision_passes_through(precision):
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"clip_norm": 0.0}, ValueError, "`clip_norm` must be positive"),
     ({"last_layer_learning_rate": -1.0}, ValueError, "must be positive"),
+    ({"last_layer_optimizer": "adm"}, ValueError, "`last_layer_optimizer` must be"),
     ({"num_data": 60}, ValueError, "`num_data` is for iterables"),
     ({"validation": "some"}, TypeError, "must be a pair"),
     ({"validation": 1}, ValueError, "share between 0 and 1"),
