@@ -6,6 +6,7 @@
 
 Preset `paper` is the paper's recipe: ResNet-18 (CIFAR-10, P = 64) or ResNet-34 (CIFAR-100,
 P = 128), SGD with rate 0.1 and a cosine, weight decay 1e-4, 200 epochs, random crops and flips.
+Ours is Adam for variational last layers: SGD hardly follows gradients of order 1 / N, as the KL's.
 Preset `small` is for two cores and the subsets of 10,000 images: a ResNet of 64 features, Adam
 with one cycle. `--fine-tune` trains the network with a linear output first and then, for the other
 models, the last layer alone on its features.
@@ -29,11 +30,14 @@ MODELS = ("nn", "svdkl", "dak_mc")
 
 @dataclass(frozen=True)
 class Preset:
-    """Networks and numbers of units by data set, the training, and what DAK has of its own."""
+    """Networks and numbers of units by data set, the training, that of the variational last layers
+    (of all models but NN), and what DAK has of its own.
+    """
 
     backbones: dict[str, str]
     num_units: dict[str, int]
     recipe: ImageRecipe
+    last_layer: dict[str, Any] = field(default_factory=dict)
     dak_options: dict[str, Any] = field(default_factory=dict)
     dak_recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -51,6 +55,7 @@ PRESETS = {
             schedule="cosine",
             augment=True,
         ),
+        last_layer={"last_layer_optimizer": "adam", "last_layer_learning_rate": 1e-2},
     ),
     "small": Preset(
         backbones={"cifar10": "small_resnet", "cifar100": "small_resnet"},
@@ -68,6 +73,8 @@ def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **other
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
     options: dict[str, Any] = {} if model == "nn" else {"num_units": chosen.num_units[dataset]}
+    if model != "nn":
+        recipe = replace(recipe, **chosen.last_layer)
     if model.startswith("dak"):
         options |= chosen.dak_options
         recipe = replace(recipe, **chosen.dak_recipe)

@@ -5,9 +5,9 @@
 
 The recipe is the paper's: a CNN with 128 features, P = 16 units, M = 63 inducing points on
 [-1, 1], Adadelta with rate 1 that falls by 0.7 each epoch, weight decay 1e-4, 20 epochs. `digits`
-is a small set that needs no file. Ours are, for DAK on MNIST, the start of the units
-(`DAK_OPTIONS`) and Adam for the last layer (`DAK_RECIPES`): the KL moves the scales of q by
-gradients of order 1 / N, far below the eps of Adadelta, so that they would stay where they start.
+is a small set that needs no file. Ours are the start of DAK's units on MNIST (`DAK_OPTIONS`) and
+Adam for every variational last layer (`LAST_LAYER`): the KL moves the scales of q by gradients of
+order 1 / N, far below the eps of Adadelta, so that they would stay where they start.
 A run is one json under the results directory, with its learning curve; a run that is there already
 is not made again, and one that was stopped goes on.
 """
@@ -39,7 +39,7 @@ BACKBONES = {"mnist": "cnn", "digits": "digits_cnn"}
 MODELS = ("dak_mc", "dak_jensen", "nn")
 # Chosen on held-out training images: the units start as straight lines, not as rough functions.
 DAK_OPTIONS = {"mnist": {"linear_start": 8.0, "init_scale": 0.05}, "digits": {}}
-DAK_RECIPES: dict[str, dict[str, Any]] = {
+LAST_LAYER: dict[str, dict[str, Any]] = {
     "mnist": {"last_layer_optimizer": "adam", "last_layer_learning_rate": 1e-2},
     "digits": {},
 }
@@ -53,7 +53,7 @@ def options(dataset: str, name: str) -> dict[str, Any]:
 
 def recipe(dataset: str, name: str) -> ImageRecipe:
     """The training of a model."""
-    return replace(RECIPES[dataset], **(DAK_RECIPES[dataset] if name.startswith("dak") else {}))
+    return replace(RECIPES[dataset], **({} if name == "nn" else LAST_LAYER[dataset]))
 
 
 def main(
