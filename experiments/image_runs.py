@@ -173,9 +173,7 @@ def run(job: Job, results: Path) -> dict[str, Any]:
     source = job.source()
     if source is not None:
         load_features(model.features, source.checkpoints(results))
-    config = asdict(job)
-    config.pop("data_root")
-    head = {"config": config, "commit": git_commit()}
+    head = {"config": _description(job), "commit": git_commit()}
     curve = Curve(job.path(results), head, model, images)
     model.fit(images.x_train, images.y_train, [curve], job.checkpoints(results))
     ood = None if images.x_ood is None else model.predict(images.x_ood)
@@ -189,15 +187,29 @@ def run(job: Job, results: Path) -> dict[str, Any]:
     return head | {"status": "finished", "metrics": metrics, "curve": curve.rows}
 
 
-def is_finished(path: Path) -> bool:
-    """Whether a job's result is there and complete."""
-    return (read_json(path) or {}).get("status") == "finished"
+def is_finished(job: Job, results: Path) -> bool:
+    """Whether a job's result is there, complete, and made with the same settings."""
+    found = read_json(job.path(results)) or {}
+    if found.get("status") != "finished":
+        return False
+    now, then = _description(job), found["config"]
+    then["recipe"] = asdict(ImageRecipe()) | then["recipe"]  # older files lack newer settings
+    for setting in ("progress", "device"):  # these change no result
+        then["recipe"][setting] = now["recipe"][setting]
+    return bool(then == now)
+
+
+def _description(job: Job) -> dict[str, Any]:
+    """A job as its result tells it: all but where the data are."""
+    config = asdict(job)
+    config.pop("data_root")
+    return config
 
 
 def run_all(jobs: Iterable[Job], results: Path, resume: bool) -> None:
     """Run the jobs that have no result yet, one after the other; checkpoints go beside them."""
     jobs = list(jobs)
-    left = [job for job in jobs if not (resume and is_finished(job.path(results)))]
+    left = [job for job in jobs if not (resume and is_finished(job, results))]
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
     for job in left:
         path = job.path(results)

@@ -6,8 +6,8 @@
 The recipe is the paper's: a CNN with 128 features, P = 16 units, M = 63 inducing points on
 [-1, 1], Adadelta with rate 1 that falls by 0.7 each epoch, weight decay 1e-4, 20 epochs. `digits`
 is a small set that needs no file. Ours are the start of DAK's units on MNIST (`DAK_OPTIONS`) and
-Adam for every variational last layer (`LAST_LAYER`): the KL moves the scales of q by gradients of
-order 1 / N, far below the eps of Adadelta, so that they would stay where they start.
+Adam for the variational last layers there (`LAST_LAYER`): the KL moves the scales of q by gradients
+of order 1 / N, whose squares are far below the eps of Adadelta, so that they would hardly move.
 A run is one json under the results directory, with its learning curve; a run that is there already
 is not made again, and one that was stopped goes on.
 """

@@ -322,7 +322,7 @@ class Run:
     def _check_settings(self, path: Path, state: dict[str, Any]) -> None:
         now = asdict(self.settings) | {"num_data": self.data.num_data}
         then = state["settings"] | {"num_data": state["num_data"]}
-        then.setdefault("last_layer_optimizer", then["optimizer"])  # files of 0.1 have none
+        then.setdefault("last_layer_optimizer", then["optimizer"])  # older files have none
         different = [f"{k}: {then.get(k)} then, {now[k]} now" for k in now if now[k] != then.get(k)]
         if different:
             raise ValueError(

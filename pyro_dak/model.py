@@ -24,7 +24,7 @@ from pyro_dak.priors import (
     resolve_priors,
     site_prior,
 )
-from pyro_dak.scaling import build_scaling
+from pyro_dak.scaling import SCALINGS, build_scaling
 from pyro_dak.validation import check_integer
 
 __all__ = ["DAK", "evaluating", "local_parameters", "own_precision"]
@@ -132,23 +132,39 @@ class DAK(PyroModule):
         return self.embed(self.feature_extractor(x))
 
     def fixed_unit_inputs(self) -> Callable[[Tensor], Tensor]:
-        """`unit_inputs` in eval mode as a function of x, for many calls with the same weights.
+        """`unit_inputs` in eval mode as a function of x, for many calls, without gradient.
 
-        Embedding and scaling are one affine map. What is returned is stored by units, so that the
-        additive layer reads it in order. Do not ask for gradients.
+        Embedding and scaling are one affine map, from the weights they have now, unless somebody
+        has put something else in their place: then it is `unit_inputs` itself.
         """
+        if not self._is_affine():
+            return torch.no_grad()(self.unit_inputs)
         extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
-        gain, shift = (part.detach().unsqueeze(-1) for part in self.scaling.fixed_affine())
+        gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
         weight = gain if embedding is None else gain * embedding.weight.detach()
         apply_map = torch.addcmul if embedding is None else torch.addmm
 
+        @torch.no_grad()
         def unit_inputs(x: Tensor) -> Tensor:
             features = extractor(x)
             check(features)
             with own_precision(features):  # mixed precision is for the network
-                return apply_map(shift, weight, features.to(weight.dtype).mT).mT
+                if features.element_size() < weight.element_size():
+                    features = features.to(weight.dtype)
+                return apply_map(shift, weight, features.mT).mT
 
         return unit_inputs
+
+    def _is_affine(self) -> bool:
+        """Whether embedding and scaling are those made here, with nothing hooked to them."""
+        embedding, scaling = self.embedding, self.scaling
+        has_own_methods = (
+            type(self).unit_inputs is DAK.unit_inputs and type(self).embed is DAK.embed
+        )
+        parts = [scaling] if embedding is None else [embedding, scaling]
+        has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        is_plain = embedding is None or (type(embedding) is nn.Linear and embedding.bias is None)
+        return has_own_methods and is_plain and not has_hooks and type(scaling) in SCALINGS.values()
 
     def embed(self, features: Tensor) -> Tensor:
         """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
@@ -262,16 +278,17 @@ def own_precision(like: Tensor) -> AbstractContextManager[Any]:
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
-    in_training = [m for module in modules for m in module.modules() if m.training]
-    if in_training:
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    if any(mode for _, mode in modes):
         for module in modules:
             module.eval()
     try:
         with torch.no_grad(), local_parameters(*modules):
             yield
     finally:
-        for module in in_training:
-            module.training = True
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
 
 
 @contextmanager

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from pyro_dak.validation import check_choice
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "Schedule", "build_optimizer", "schedule_fn"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Schedule",
+    "TwoOptimizers",
+    "build_optimizer",
+    "schedule_fn",
+]
 
 # Factor of the learning rate at a step, from (step, total_steps, steps_per_epoch).
 Schedule = Callable[[int, int, int], float]
@@ -46,6 +53,10 @@ class TwoOptimizers(torch.optim.Optimizer):
             self.param_groups[count:],
         )
         first.state = second.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: with the parts, which share what the copy has."""
+        return {**super().__getstate__(), "parts": self.parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimiser's."""
@@ -88,14 +99,11 @@ def build_optimizer(
         "lr": last_layer_learning_rate,
         "weight_decay": weight_decay if decay_last_layer else 0.0,
     }
-    if not of_network["params"]:
-        return _build(last_layer_name, [of_last_layer], fused)
-    if last_layer_name == name or not of_last_layer["params"]:
-        groups = [group for group in (of_network, of_last_layer) if group["params"]]
-        return _build(name, groups, fused)
-    return TwoOptimizers(
-        _build(name, [of_network], fused), _build(last_layer_name, [of_last_layer], fused)
-    )
+    if of_network["params"] and of_last_layer["params"] and last_layer_name != name:
+        first = _build(name, [of_network], fused)
+        return TwoOptimizers(first, _build(last_layer_name, [of_last_layer], fused))
+    groups = [group for group in (of_network, of_last_layer) if group["params"]]
+    return _build(name if of_network["params"] else last_layer_name, groups, fused)
 
 
 def _build(name: str, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:

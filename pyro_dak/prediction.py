@@ -244,8 +244,8 @@ def predict(
             so that far from the data the uncertainty returns to the prior's.
         seed: of the draws, where there are any; by default from torch's global state.
         chunk_size: rows at a time; few thousands fit the cache of a processor.
-        compile: compile network and last layer into one function: ten seconds at the first call
-            for a model, then faster ones; goes on without, with a warning, where that fails.
+        compile: compile network and last layer: ten seconds at the first call for a model, then
+            faster ones; goes on without, with a warning, where that fails.
         progress: show a bar if it takes more than two seconds.
     """
     check_choice("method", method, ("mc", "probit"))

@@ -131,26 +131,18 @@ class Standardize(Scaling):
         super().__init__(num_units, bounds, momentum)
         check_positive("num_std", num_std)
         self.num_std, self.eps = num_std, eps
-        self._kept_constants: tuple[Tensor, Tensor] | None = None
 
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """In one process torch's batch normalisation, whose gain and shift are constants here."""
         if self.is_synchronized:
             return super().map_batch(rows)
+        low, high = self.bounds
+        gain = rows.new_full((self.num_units,), (high - low) / (2 * self.num_std))
+        middle = rows.new_full((self.num_units,), (low + high) / 2)
         scaled, mean, inverse_std = torch.native_batch_norm(
-            rows, *self._constants(rows), None, None, True, 0.0, self.eps
+            rows, gain, middle, None, None, True, 0.0, self.eps
         )
         return scaled, mean, (inverse_std.detach().pow(-2) - self.eps).clamp_(min=0)
-
-    def _constants(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Width per standard deviation and middle of the bounds, for each unit; computed once."""
-        kept = self._kept_constants
-        if kept is None or kept[0].dtype != like.dtype or kept[0].device != like.device:
-            low, high = self.bounds
-            values = ((high - low) / (2 * self.num_std), (low + high) / 2)
-            width, middle = (like.new_full((self.num_units,), value) for value in values)
-            self._kept_constants = kept = (width, middle)
-        return kept
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance; over all processes if there are several."""

@@ -70,7 +70,9 @@ class FixedMoments:
         var = (w0 * var0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), var1).sum(1)
         return mean.mT, var.mT
 
-    def for_compiler(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def for_compiler(
+        self, h: Float[Tensor, "n p"]
+    ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"]]:
         """The same in plain operations, of which the compiler makes one loop over h.
 
         What that loop reads of an interval lies together.

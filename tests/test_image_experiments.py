@@ -1,5 +1,6 @@
 """Image experiments end to end on a few images, their data files, metrics and reports."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from experiments import cifar, image_datasets, image_report, image_runs, mnist
 from experiments.datasets import DataError
 from experiments.image_datasets import load_images, read_idx, read_subset
+from experiments.results import write_json
 from models.images._recipe import ImageRecipe
 from pyro_dak.gaussian import FunctionMoments
 from pyro_dak.metrics import expected_calibration_error
@@ -113,10 +115,41 @@ def test_a_stopped_run_goes_on_and_keeps_its_curve(tmp_path, monkeypatch):
         patch.setattr(image_runs.Curve, "__call__", stop)
         with pytest.raises(Stop):
             image_runs.run(job, tmp_path / "part")
-    assert not image_runs.is_finished(job.path(tmp_path / "part"))
+    assert not image_runs.is_finished(job, tmp_path / "part")
     resumed = image_runs.run(job, tmp_path / "part")
     assert resumed["curve"] == whole["curve"]
     assert resumed["metrics"]["nll"] == whole["metrics"]["nll"]
+
+
+def test_a_result_counts_for_the_settings_it_was_made_with(tmp_path):
+    job = mnist_job("dak_mc")
+    result = {"config": dataclasses.asdict(job), "status": "finished"}
+    del result["config"]["data_root"], result["config"]["recipe"]["precision"]
+    write_json(job.path(tmp_path), result)
+    assert image_runs.is_finished(job, tmp_path)
+    assert image_runs.is_finished(with_recipe(job, progress=True), tmp_path)
+    assert not image_runs.is_finished(with_recipe(job, last_layer_optimizer=None), tmp_path)
+    assert not image_runs.is_finished(dataclasses.replace(job, options={}), tmp_path)
+
+
+def mnist_job(name):
+    options = mnist.options("mnist", name)
+    return image_runs.Job("mnist", name, "cnn", mnist.recipe("mnist", name), options)
+
+
+def with_recipe(job, **settings):
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **settings))
+
+
+def test_variational_last_layers_have_adam_and_the_network_the_optimizer_of_the_paper():
+    for name in ("nn", "dak_mc", "dak_jensen", "svdkl", "nn_svgp"):
+        recipes = {
+            "adadelta": mnist.recipe("mnist", name),
+            "sgd": cifar.make_job("paper", "cifar10", name, cifar.PRESETS["paper"].recipe).recipe,
+        }
+        for optimizer, recipe in recipes.items():
+            assert recipe.optimizer == optimizer
+            assert recipe.last_layer_optimizer == (None if name == "nn" else "adam")
 
 
 def prediction(probs, expected_entropy=None):

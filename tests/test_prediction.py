@@ -402,12 +402,15 @@ for guide_class, likelihood, num_outputs in cases:
     model(x)
     guide = guide_class(model, init_scale=0.4, init_loc_scale=0.7)
     for weights in range(2):
+        before = torch._dynamo.utils.counters["frames"]["ok"]
         for num_rows in (40, 17, 1):
             eager, compiled = (
                 predict(model, guide, x[:num_rows], method="probit", chunk_size=25, compile=how)
                 for how in (False, True)
             )
             assert_close(compiled.functions[:2], eager.functions[:2])
+        num_compiled = torch._dynamo.utils.counters["frames"]["ok"] - before
+        assert num_compiled == 0 if weights else num_compiled >= 1, num_compiled
         with torch.no_grad():  # what is compiled must read the weights, not remember them
             for parameter in (*network.parameters(), *guide.parameters()):
                 parameter.mul_(1.1)
@@ -434,4 +437,23 @@ def test_prediction_goes_on_without_a_compiler(monkeypatch):
     model, guide, x = make()
     with pytest.warns(UserWarning, match="going on without it: no compiler here"):
         found = predict(model, guide, x, compile=True, chunk_size=15)
+    predict(model, guide, x, compile=True)  # a second warning would be an error
     assert_close(found.variance, predict(model, guide, x).variance)
+
+
+def test_inputs_that_are_wrong_are_no_failure_of_the_compiler(monkeypatch):
+    calls = []
+
+    def compiling(fn, **options):
+        def call(*args):
+            calls.append(args)
+            return fn(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    model, guide, x = make()
+    with pytest.raises(RuntimeError, match="shapes"):
+        predict(model, guide, x[:, :2], compile=True)
+    predict(model, guide, x, compile=True)
+    assert len(calls) == 2

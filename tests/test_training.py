@@ -1,5 +1,7 @@
 """`fit`: determinism, resuming, early stopping, fixed features, bad data, interrupts."""
 
+import copy
+import dataclasses
 import math
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from pyro_dak import (
     TrainingError,
     fit,
     load,
+    loop,
     predict,
 )
 from pyro_dak.checkpoint import module_tensors
@@ -160,6 +163,11 @@ def test_last_layer_has_its_own_optimizer():
     assert (own - before).abs().mean() > 3 * (shared - before).abs().mean()
 
 
+def test_no_parameters_at_all_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        build_optimizer("adam", [], [], 1.0, 1.0, 0.0, False, True)
+
+
 def test_two_optimizers_are_those_of_their_groups_also_from_a_saved_state():
     starts = [torch.randn(3, 2), torch.randn(4)]
     gradients = [[torch.randn_like(start) for start in starts] for _ in range(4)]
@@ -196,19 +204,39 @@ def test_two_optimizers_are_those_of_their_groups_also_from_a_saved_state():
         whole.load_state_dict(state)
     with pytest.raises(NotImplementedError, match="closure"):
         whole.step(lambda: 0.0)
+    copied = copy.deepcopy(whole)
+    assert all(part.state is copied.state for part in copied.parts)
+    copied.step()
+
+
+def stop_after_two(epoch, row):
+    if epoch == 2:
+        raise KeyboardInterrupt
 
 
 def test_a_run_with_two_optimizers_resumes_as_if_uninterrupted(tmp_path):
-    def stop(epoch, row):
-        if epoch == 2:
-            raise KeyboardInterrupt
-
     options = {**OWN_OPTIMIZER, "epochs": 4}
     with pytest.raises(KeyboardInterrupt):
-        train(*make_model(), checkpoint_dir=tmp_path, callbacks=[stop], **options)
+        train(*make_model(), checkpoint_dir=tmp_path, callbacks=[stop_after_two], **options)
     resumed = make_model()
     train(*resumed, checkpoint_dir=tmp_path, resume_from=tmp_path, **options)
     assert_same(module_tensors(*resumed), parameters_after(**options))
+
+
+def test_a_checkpoint_from_before_there_were_two_optimizers_resumes(tmp_path, monkeypatch):
+    def without(settings):
+        values = dataclasses.asdict(settings)
+        del values["last_layer_optimizer"]
+        return values
+
+    options = {"epochs": 4, "checkpoint_dir": tmp_path, "callbacks": [stop_after_two]}
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "asdict", without)
+        with pytest.raises(KeyboardInterrupt):
+            train(*make_model(), **options)
+    resumed = make_model()
+    train(*resumed, epochs=4, resume_from=tmp_path)
+    assert_same(module_tensors(*resumed), parameters_after(epochs=4))
 
 
 def test_early_stopping_restores_the_best_weights():
