@@ -48,6 +48,14 @@ class Key(NamedTuple):
     batch_size: int
     epochs: int
     fixed_features: bool
+    pretrained_epochs: int | None
+
+    @property
+    def all_epochs(self) -> str:
+        """Epochs, after those of the network on whose features the last layer was trained."""
+        if self.pretrained_epochs is None:
+            return str(self.epochs)
+        return f"{self.pretrained_epochs} + {self.epochs}"
 
 
 def _read_scores() -> dict[tuple[str, str, int, str], float]:
@@ -95,14 +103,15 @@ def aggregate(runs: list[dict[str, Any]]) -> dict[Key, dict[str, Any]]:
     for run in runs:
         config, recipe = run["config"], run["config"]["recipe"]
         sizes = (recipe["batch_size"], recipe["epochs"], recipe["fixed_features"])
-        groups[Key(config["preset"], config["model"], *sizes)].append(run)
+        key = Key(config["preset"], config["model"], *sizes, config.get("pretrained_epochs"))
+        groups[key].append(run)
     return {key: _summary(group) for key, group in sorted(groups.items(), key=_sort_key)}
 
 
 def _sort_key(item: tuple[Key, Any]) -> tuple[Any, ...]:
     key = item[0]
     place = _ORDER.index(key.model) if key.model in _ORDER else len(_ORDER)
-    return key.preset, key.batch_size, place, key
+    return key.preset, key.batch_size, place, key.epochs, key.pretrained_epochs or 0
 
 
 def _summary(group: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,7 +153,7 @@ def write_report(directory: Path) -> list[Path]:
 def label(key: Key) -> str:
     """A short name of a group of runs."""
     tuned = " fine-tuned" if key.fixed_features else ""
-    return f"{key.model}{tuned}, batch {key.batch_size}, {key.epochs} epochs"
+    return f"{key.model}{tuned}, batch {key.batch_size}, {key.all_epochs} epochs"
 
 
 def _cell(s: dict[str, Any], name: str, digits: int, factor: float = 1.0) -> str:
@@ -185,7 +194,7 @@ def _markdown_row(dataset: str, key: Key, s: dict[str, Any]) -> list[str]:
 
     cost = PAPER_COST.get((dataset, key.model))
     model = key.model + (" (fine-tuned)" if key.fixed_features else "")
-    cells = [key.preset, model, str(key.batch_size), str(key.epochs), str(s["runs"])]
+    cells = [key.preset, model, str(key.batch_size), key.all_epochs, str(s["runs"])]
     for name, digits, factor in (("accuracy", 2, 100), ("nll", 4, 1), ("ece", 4, 1)):
         cells += [_cell(s, name, digits, factor), paper(name)]
     cells += [_cell(s, "elbo", 3), paper("elbo"), _cell(s, "brier", 4)]

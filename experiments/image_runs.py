@@ -47,12 +47,14 @@ class Job:
     data_root: str | None = None
     max_rows: int | None = None
     pretrained: str | None = None
+    pretrained_epochs: int | None = None  # those of the network; else as many as here
 
     def path(self, results: Path) -> Path:
         """Where its result goes; those on held-out training images go apart."""
         recipe = self.recipe
         parts = [self.preset, self.model, f"b{recipe.batch_size}", f"e{recipe.epochs}"]
         parts += [f"seed{recipe.seed}"] + (["tuned"] if recipe.fixed_features else [])
+        parts += [] if self.pretrained_epochs is None else [f"from-e{self.pretrained_epochs}"]
         parts += ["full"] if self.full else []
         parts += [] if self.max_rows is None else [f"n{self.max_rows}"]
         folder = results / self.dataset / ("held_out" if self.held_out else "")
@@ -67,8 +69,10 @@ class Job:
         """The run whose features this one trains on, if it does."""
         if self.pretrained is None:
             return None
-        recipe = replace(self.recipe, fixed_features=False)
-        return replace(self, model=self.pretrained, recipe=recipe, options={}, pretrained=None)
+        epochs = self.pretrained_epochs or self.recipe.epochs
+        recipe = replace(self.recipe, fixed_features=False, epochs=epochs)
+        plain: dict[str, Any] = {"options": {}, "pretrained": None, "pretrained_epochs": None}
+        return replace(self, model=self.pretrained, recipe=recipe, **plain)
 
 
 def reliability(probs: Tensor, y: Tensor, num_bins: int = NUM_BINS) -> dict[str, list[float]]:
@@ -192,7 +196,7 @@ def is_finished(job: Job, results: Path) -> bool:
     found = read_json(job.path(results)) or {}
     if found.get("status") != "finished":
         return False
-    now, then = _description(job), found["config"]
+    now, then = _description(job), {"pretrained_epochs": None} | found["config"]
     then["recipe"] = asdict(ImageRecipe()) | then["recipe"]  # older files lack newer settings
     for setting in ("progress", "device"):  # these change no result
         then["recipe"][setting] = now["recipe"][setting]

@@ -83,6 +83,19 @@ def test_cifar_runs_end_to_end_with_fine_tuning(tmp_path, cifar_root):
     assert "dak_mc (fine-tuned)" in (tmp_path / "cifar10/table.md").read_text()
 
 
+def test_fine_tuning_may_have_epochs_of_its_own(tmp_path, cifar_root):
+    options = ("--max-rows", "100", "--no-progress", "--data-root", cifar_root)
+    epochs = ("--dataset", "cifar10", "--fine-tune", "--epochs", "2", "--tune-epochs", "1")
+    invoke(cifar.main, *options, *epochs, "--model", "dak_mc", "--out", tmp_path)
+    names = {path.stem for path in (tmp_path / "cifar10").glob("*.json")}
+    tuned = "small-dak_mc-b128-e1-seed0-tuned-from-e2-n100"
+    assert names == {"small-nn-b128-e2-seed0-n100", tuned}
+    run = json.loads((tmp_path / f"cifar10/{tuned}.json").read_text())
+    assert len(run["curve"]) == 1
+    assert run["config"]["options"]["init_scale"] == 0.05
+    assert "| dak_mc (fine-tuned) | 128 | 2 + 1 |" in (tmp_path / "cifar10/table.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_the_full_recipe_runs_an_epoch(dataset, tmp_path, cifar_root):
