@@ -16,7 +16,7 @@ from pyro_dak.grids import DyadicGrid
 from pyro_dak.interpolation import (
     interpolated_moments,
     interval_constants,
-    mean_field_moments,
+    mean_field_terms,
 )
 from pyro_dak.kernels import Kernel, LaplaceKernel
 from pyro_dak.serving import FixedMoments
@@ -47,7 +47,7 @@ class _Constants(NamedTuple):
     levels: list[local.LevelConstants]
     features: local.FeatureConstants | None
     node_map: local.LinearMap | None  # L_U with sorted rows, (M, M)
-    table_map: local.LinearMap | None  # see `local.table_map`, (3 M + 6, 2 M)
+    table_map: local.LinearMap | None  # see `local.table_map`, (5 M + 5, 2 M)
     intervals: Any  # IntervalConstants, or None for kernels that are not Markov
     inducing_points: Tensor
     factor: Tensor | None  # dense L_U^{-T} of kernels that are not Markov, (M, M)
@@ -145,23 +145,18 @@ class KernelActivation(nn.Module):
             return local.node_values(z, constants.levels)
         return constants.node_map(z)
 
-    def node_moments(self, z_loc: Tensor, z_var: Tensor) -> local.NodeMoments:
-        """Moments of g(U) at the sorted nodes for independent weights z, in level order."""
-        constants = self._local_constants(z_loc)
-        if constants.table_map is None or not constants.table_map.can_run():
-            return local.node_moments(z_loc, z_var, constants.levels)
-        table = constants.table_map(torch.cat(torch.broadcast_tensors(z_loc, z_var), -1))
-        mean, var, cov = table.unflatten(-1, (3, -1))[..., 1:-1].unbind(-2)
-        return local.NodeMoments(mean, var, cov[..., :-1] / 2)
+    def moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+        """Moments of g at the two nodes of every interval, `(..., 5, M + 1, P)`.
 
-    def _moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
-        """The table of `interpolated_moments`, `(..., 3, M + 2, P)`, for z `(..., P, M)`."""
+        The table of `interpolated_moments` for independent weights z `(..., P, M)` in level order.
+        """
         constants = self._local_constants(z_loc)
         if constants.table_map is not None and constants.table_map.can_run():
             both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
-            return constants.table_map.units_last(both).unflatten(-2, (3, -1))
+            return constants.table_map.units_last(both).unflatten(-2, (5, -1))
         mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
-        return F.pad(torch.stack([mean, var, 2 * F.pad(cov, (0, 1))], -3), (1, 1)).mT
+        rows = [F.pad(row, pad) for row in (mean, var) for pad in ((1, 0), (0, 1))]
+        return torch.stack([*rows, F.pad(2 * cov, (1, 1))], -3).mT
 
     def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
         """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
@@ -199,7 +194,7 @@ class KernelActivation(nn.Module):
             phi = self.features(h)
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        h, table, arrange = stack_batches(h, self._moment_table(loc, var))
+        h, table, arrange = stack_batches(h, self.moment_table(loc, var))
         mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
         return arrange(mean), arrange(variance)
 
@@ -215,7 +210,7 @@ class KernelActivation(nn.Module):
         """
         if self._takes_dense_route(route, loc):
             return lambda h: self.combine_moments(h, loc, var, route="dense")
-        return FixedMoments(self.node_moments(loc, var), self._local_constants(loc).intervals)
+        return FixedMoments(self.moment_table(loc, var), self._local_constants(loc).intervals)
 
     def mean_field_moments(
         self,
@@ -229,8 +224,7 @@ class KernelActivation(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] + mu[c], each `(..., N, C)`.
 
-        For independent z ~ N(loc, scale^2) and mu (paper, eq. 17): `combine_moments` plus the bias,
-        as one operation where there is no batch, on the local route.
+        For independent z ~ N(loc, scale^2) and mu (paper, eq. 17): `combine_moments` plus the bias.
 
         Args:
             h: `(*b1, N, P)`.
@@ -241,14 +235,37 @@ class KernelActivation(nn.Module):
             mu_scale: their standard deviations, `(*b2, C)`.
             route: "dense", "local", or "auto" for the faster one.
         """
-        has_batch = h.dim() > 2 or loc.dim() > 3 or scale.dim() > 3 or mu.dim() > 1
-        if not has_batch and not self._takes_dense_route(route, loc):
-            constants = self._local_constants(loc)
-            if constants.table_map is not None and not torch.compiler.is_compiling():
-                weights = (loc, scale, unit_scale, mu, mu_scale)
-                return mean_field_moments(h, *weights, constants.table_map, constants.intervals)
         mean, var = self.combine_moments(h, loc, scale.square(), route, unit_scale)
         return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+
+    def mean_field_terms(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        log_scale: Tensor,
+        log_unit_scale: Tensor,
+        mu: Tensor,
+        mu_log_scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`mean_field_moments`, and the KL of z and mu from N(0, 1), as one operation.
+
+        None where there is no such operation, or where the dense route is faster.
+
+        Args:
+            h: `(N, P)`.
+            loc: means of the weights, `(C, P, M)` in level order.
+            log_scale: logarithms of their standard deviations, like `loc`.
+            log_unit_scale: logarithms of sigma, `(P,)`.
+            mu: means of the biases, `(C,)`.
+            mu_log_scale: logarithms of their standard deviations, `(C,)`.
+        """
+        if torch.compiler.is_compiling() or self._takes_dense_route("auto", loc):
+            return None
+        _, _, _, table_map, intervals, *_ = self._local_constants(loc)
+        if table_map is None or h.dim() > 2 or loc.dim() > 3:
+            return None
+        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
+        return mean_field_terms(h, *weights, table_map, intervals)
 
     def stacked_moments(
         self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None
@@ -261,7 +278,7 @@ class KernelActivation(nn.Module):
             var: their variances, like `loc`.
             unit_scale: sigma, `(E, P)`; by default 1.
         """
-        table = self._moment_table(loc.flatten(1, 2), var.flatten(1, 2))
+        table = self.moment_table(loc.flatten(1, 2), var.flatten(1, 2))
         return self._interpolate_moments(h, table, unit_scale)
 
     def interpolate(self, h: Tensor, values: Tensor) -> Tensor:

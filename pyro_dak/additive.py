@@ -91,6 +91,19 @@ class AdditiveLayer(nn.Module):
             mean, var = self._add_linear(h, sigma, mean, var, linear, linear_scale)
         return FunctionMoments(mean, var)
 
+    def terms(
+        self, h: Tensor, loc: Weights, log_scale: Weights
+    ) -> tuple[FunctionMoments, Tensor] | None:
+        """`moments` for scales given as logarithms, and the KL of the weights from N(0, 1).
+
+        None unless activation and weights have this as one operation, which is what it is for.
+        """
+        if loc.linear is not None:
+            return None
+        weights = (loc.z, log_scale.z, self.log_unit_scale, loc.mu, log_scale.mu)
+        terms = self.activation.mean_field_terms(h, *weights)
+        return None if terms is None else (FunctionMoments(*terms[:2]), terms[2])
+
     def fixed_moments(self, loc: Weights, scale: Weights) -> Callable[[Tensor], FunctionMoments]:
         """`moments` as a function of h `(N, P)`, for many calls, without gradient."""
         sigma = self.unit_scale.detach()

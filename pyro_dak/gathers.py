@@ -68,19 +68,19 @@ def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[T
 
     Args:
         h: `(*b1, N, P)`.
-        table: `(*b2, C, 3, R, P)`; b1 and b2 broadcast.
+        table: `(*b2, C, 5, R, P)`; b1 and b2 broadcast.
     """
     N, P = h.shape[-2:]
-    C, three, R, _ = table.shape[-4:]
+    C, five, R, _ = table.shape[-4:]
     batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-4])
     if math.prod(h.shape[:-2]) == 1:
-        table = table.reshape(-1, three, R, P)
+        table = table.reshape(-1, five, R, P)
         return h.reshape(1, N, P), table, lambda out: out.view(*batch, C, N).mT
     if math.prod(table.shape[:-4]) == 1:
-        h, table = h.reshape(1, -1, P), table.reshape(C, three, R, P)
+        h, table = h.reshape(1, -1, P), table.reshape(C, five, R, P)
         return h, table, lambda out: out.view(C, *batch, N).movedim(0, -1)
     E = math.prod(batch)
-    table = table.expand(*batch, C, three, R, P).reshape(E, C, three, R, P)
+    table = table.expand(*batch, C, five, R, P).reshape(E, C, five, R, P)
     table = table.movedim(0, 3).flatten(3)
     h = h.expand(*batch, N, P).reshape(E, N, P)
     return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)

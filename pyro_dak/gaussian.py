@@ -30,6 +30,7 @@ __all__ = [
     "log_normalizer_bound",
     "mean_field_moments",
     "sample_marginals",
+    "total_expected_log_normal",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -158,6 +159,54 @@ def expected_log_normal(
     or one per output, `(C,)`.
     """
     return _ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
+
+
+class _TotalExpectedLogNormal(torch.autograd.Function):
+    """See `total_expected_log_normal`; differentiable once.
+
+    With r = y - m, p = s^-2 and S = sum_n r^2 + v the gradients are p r for m, -p / 2 for v and
+    p S - N for log s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, log_scale: Tensor) -> Tensor:
+        N, C = y.shape
+        r = y - f_mean
+        S = torch.addcmul(f_var, r, r).sum(0)  # (C,)
+        precision = (-2 * log_scale).exp_()
+        ctx.save_for_backward(r, S, precision)
+        ctx.scale_shape = log_scale.shape
+        constant = 0.5 * N * C * _LOG_2PI
+        return (
+            torch.addcmul(N * log_scale, precision, S, value=0.5)
+            .expand(C)
+            .sum()
+            .add_(constant)
+            .neg_()
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        r, S, precision = ctx.saved_tensors
+        weight = precision * grad
+        grad_mean = r * weight
+        grad_y = -grad_mean if ctx.needs_input_grad[0] else None
+        grad_log_scale = (S * weight).sub_(grad, alpha=len(r)).sum_to_size(ctx.scale_shape)
+        return grad_y, grad_mean, (-0.5 * weight).expand_as(r), grad_log_scale
+
+
+def total_expected_log_normal(
+    y: Float[Tensor, "n c"],
+    f_mean: Float[Tensor, "n c"],
+    f_var: Float[Tensor, "n c"],
+    log_noise_scale: Float[Tensor, "..."],
+) -> Float[Tensor, ""]:
+    """Sum of `expected_log_normal` over rows, a scalar, from log s, which is one or one per output.
+
+    -(sum_n ((y - m)^2 + v) / s^2 + N log(2 pi s^2)) / 2 for each output.
+    """
+    return _TotalExpectedLogNormal.apply(y, f_mean, f_var, log_noise_scale)
 
 
 def expected_log_heteroscedastic(

@@ -15,6 +15,7 @@ from pyro_dak.gaussian import (
     expected_log_heteroscedastic,
     expected_log_normal,
     log_normalizer_bound,
+    total_expected_log_normal,
 )
 from pyro_dak.validation import check_finite, check_floating, check_positive
 
@@ -54,6 +55,10 @@ class Likelihood(nn.Module, ABC):
             f"{type(self).__name__} has no closed-form expectation. "
             "Use LocalReparamELBO, or Trace_ELBO of Pyro."
         )
+
+    def expected_log_lik(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """`expected_log_prob` summed over rows, a scalar."""
+        return self.expected_log_prob(y, moments).sum()
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """A lower bound of E_q log p(y | f) of each row, `(..., N)`; the value itself if closed."""
@@ -195,6 +200,10 @@ class GaussianLikelihood(Likelihood):
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_normal(y, moments.mean, moments.var, self.noise_scale)
+
+    def expected_log_lik(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        mean, var, _ = moments
+        return total_expected_log_normal(y, mean, var, self.noise.log_scale)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)

@@ -264,23 +264,31 @@ def node_maps(
     return sparse(rows, columns, values, M), moments
 
 
-def table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
-    """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
+def table_map(level: int, delta: float) -> Float[Tensor, "five_m_plus_5 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to five numbers an interval; float64.
 
-    Rows: the means of nodes 0 to M + 1, their variances, and twice their covariances with the next
-    node. Nodes 0 and M + 1, which do not exist, have zeros. Sparse, like `node_maps`.
+    Rows: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
+    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
+    exist, have zeros. Sparse, like `node_maps`.
     """
-    R, M = 2**level + 1, 2**level - 1
+    R, M = 2**level, 2**level - 1
     node_map, moment_map = node_maps(level, delta)
     mean_rows, mean_columns = node_map.indices()
     rows, columns = moment_map.indices()
-    is_interval = rows >= M
-    rows = torch.where(is_interval, 2 * R + 1 + rows - M, R + 1 + rows)
-    indices = torch.stack(
-        [torch.cat([mean_rows + 1, rows]), torch.cat([mean_columns, M + columns])]
-    )
-    values = torch.cat([node_map.values(), moment_map.values() * (1 + is_interval.double())])
-    size = (3 * R, 2 * M)
+    is_cov = rows >= M
+    var_rows, var_columns = rows[~is_cov], columns[~is_cov]
+    var, cov = moment_map.values()[~is_cov], moment_map.values()[is_cov]
+    # Node i, row i - 1 of the maps, is the left one of interval i and the right one of i - 1.
+    parts = [
+        (1 + mean_rows, mean_columns, node_map.values()),
+        (R + mean_rows, mean_columns, node_map.values()),
+        (2 * R + 1 + var_rows, M + var_columns, var),
+        (3 * R + var_rows, M + var_columns, var),
+        (4 * R + 1 + rows[is_cov] - M, M + columns[is_cov], 2 * cov),
+    ]
+    all_rows, all_columns, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    indices = torch.stack([all_rows, all_columns])
+    size = (5 * R, 2 * M)
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
 
 

@@ -43,9 +43,9 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
     Exact for normal priors, and for mean-field q wherever torch knows the pair; otherwise the
     unbiased estimate log q(w) - log p(w) at one draw w.
     """
-    priors = {name: model.normal_prior(name) for name in guide.weight_sites}
-    if all(parameters is not None for parameters in priors.values()):
-        return guide.kl_normal({n: p for n, p in priors.items() if p is not None})
+    priors = _normal_priors(model, guide)
+    if priors is not None:
+        return guide.kl_normal(priors)
     like = model.layer.log_unit_scale
     distributions = {n: model.prior_distribution(n, like) for n in guide.weight_sites}
     if isinstance(guide, MeanFieldGuide):
@@ -64,6 +64,13 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
         log_ratio = log_ratio + trace.nodes[name]["log_prob_sum"]
         log_ratio = log_ratio - prior.log_prob(trace.nodes[name]["value"])
     return log_ratio
+
+
+def _normal_priors(model: DAK, guide: GaussianGuide) -> dict[str, tuple[Any, Any]] | None:
+    """(loc, scale) of the priors of the weights by site, or None if some are not normal."""
+    priors = {name: model.normal_prior(name) for name in guide.weight_sites}
+    normal = {name: prior for name, prior in priors.items() if prior is not None}
+    return normal if len(normal) == len(priors) else None
 
 
 def _announce(model: DAK, guide: GaussianGuide) -> None:
@@ -89,6 +96,12 @@ class AnalyticELBO(ELBO):
     ) -> Tensor:
         """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
 
+    def expected_log_lik(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        """`expected_log_prob` summed over rows, a scalar."""
+        return self.expected_log_prob(likelihood, y, moments).sum()
+
     def terms(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
@@ -108,9 +121,15 @@ class AnalyticELBO(ELBO):
         scale = 1.0 if num_data is None else num_data / len(y)
         # Mixed precision is for the network; the last layer is cheap and keeps its own.
         with own_precision(h):
-            moments = guide.moments(model.layer, h.to(model.layer.log_unit_scale.dtype))
-            rows = self.expected_log_prob(model.likelihood, y, moments)
-            return ELBOTerms(scale * rows.sum(), kl(model, guide))
+            layer, priors = model.layer, _normal_priors(model, guide)
+            h = h.to(layer.log_unit_scale.dtype)
+            if priors is None:
+                moments, divergence = guide.moments(layer, h), kl(model, guide)
+            else:
+                moments, divergence = guide.moments_and_kl(layer, h, priors)
+            return ELBOTerms(
+                scale * self.expected_log_lik(model.likelihood, y, moments), divergence
+            )
 
     def differentiable_loss(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
@@ -156,6 +175,11 @@ class ClosedFormELBO(AnalyticELBO):
         self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
     ) -> Tensor:
         return likelihood.expected_log_prob(y, moments)
+
+    def expected_log_lik(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_lik(y, moments)
 
 
 class JensenELBO(AnalyticELBO):

@@ -5,12 +5,10 @@ of one a node: half the work, and nothing is kept for a gradient.
 """
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from pyro_dak.interpolation import IntervalConstants, sinh_ratio
-from pyro_dak.local import NodeMoments
 
 __all__ = ["FixedMoments"]
 
@@ -28,23 +26,18 @@ class FixedMoments:
     exp(-distance / lengthscale); else r = 1. No term of the variance is negative. Without gradient.
 
     Args:
-        nodes: moments at the sorted nodes, `(F, P, M)`.
+        table: of `interpolation.interpolated_moments`, `(F, 5, M + 1, P)`.
         constants: of the grid, in the dtype and on the device of the inputs.
     """
 
     @torch.no_grad()
-    def __init__(self, nodes: NodeMoments, constants: IntervalConstants):
-        mean, var, cov = nodes
-        next_mean, next_var = mean[..., 1:], var[..., 1:]
-        # There is nothing after the last node.
-        parts = (F.pad(part, (0, 1)) for part in (next_mean, 2 * cov, next_var))
-        next_mean, twice_cov, next_var = parts
-        rows = torch.stack([mean, next_mean, var, twice_cov, next_var], 1)
-        self.table = rows.to(constants.low).flatten(2)  # (F, 5, P M)
-        self.intervals = self.table.mT.contiguous()  # (F, P M, 5), for the compiler
-        self.constants = constants
-        P, M = mean.shape[-2:]
-        self.first = torch.arange(-1, P * M - 1, M, dtype=torch.int32, device=mean.device)
+    def __init__(self, table: Tensor, constants: IntervalConstants):
+        P = table.shape[-1]
+        # Nothing is before the first node: at it the interval after it serves as well.
+        self.table = table[:, :, 1:].to(constants.low).flatten(2).contiguous()  # (F, 5, M P)
+        self.intervals = self.table.mT.contiguous()  # (F, M P, 5), for the compiler
+        self.constants, self.num_units = constants, P
+        self.first = torch.arange(-P, 0, dtype=torch.int32, device=table.device).unsqueeze(-1)
 
     @torch.no_grad()
     def __call__(
@@ -56,18 +49,19 @@ class FixedMoments:
         num_functions, five, num_places = self.table.shape
         N, P = h.shape
         constants = self.constants
-        x = torch.sub(h.mT, constants.low, out=h.new_empty(P, N)).div_(constants.spacing)
+        x = h.new_empty(P, N)
+        torch.sub(h.mT, constants.low, out=x).div_(constants.spacing)
         nearest = x.clamp(1, constants.num_nodes)
         r = x.sub_(nearest).abs_().mul_(-constants.delta).exp_()
         j = nearest.to(torch.int32)
-        a = nearest.sub_(j)
+        a = nearest.frac_()
         w1 = sinh_ratio(a, constants)  # 0 where r is not 1
         w0 = sinh_ratio(1 - a, constants).mul_(r)
-        places = j.add_(self.first.unsqueeze(-1)).clamp_(0, num_places - 1).flatten()
-        picked = self.table.flatten(0, 1).index_select(1, places)
-        mean0, mean1, var0, cov, var1 = picked.view(num_functions, five, P, N).unbind(1)
-        mean = (w0 * mean0).addcmul_(w1, mean1).sum(1)
-        var = (w0 * var0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), var1).sum(1)
+        places = torch.add(self.first, j, alpha=P).clamp_(0, num_places - 1).view(-1)
+        picked = self.table.view(-1, num_places).index_select(1, places)
+        mean0, mean1, var0, var1, cov = picked.view(num_functions, five, P, N).unbind(1)
+        mean = mean0.mul_(w0).addcmul_(w1, mean1).sum(1)
+        var = var0.mul_(w0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), var1).sum(1)
         return mean.mT, var.mT
 
     def for_compiler(
@@ -84,8 +78,8 @@ class FixedMoments:
         j = nearest.to(torch.int32)
         a = nearest - j
         w1, w0 = sinh_ratio(a, constants), sinh_ratio(1 - a, constants) * r
-        places = (j + self.first.unsqueeze(-1)).clamp(0, self.intervals.shape[1] - 1)
-        mean0, mean1, var0, cov, var1 = (self.intervals[:, places, i] for i in range(5))
+        places = (self.first + self.num_units * j).clamp(0, self.intervals.shape[1] - 1)
+        mean0, mean1, var0, var1, cov = (self.intervals[:, places, i] for i in range(5))
         mean = w0 * mean0 + w1 * mean1
         var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
         return mean.sum(1).mT, var.sum(1).mT

@@ -349,22 +349,23 @@ def test_node_values_are_the_process_at_the_nodes(level):
 
 
 @pytest.mark.parametrize("level", [1, 3, 7, 8])
-def test_node_moments_are_the_tridiagonal_of_the_covariance(level):
+def test_table_of_moments_is_the_tridiagonal_of_the_covariance(level):
     activation = KernelActivation(DyadicGrid(level))
     loc, var = torch.randn(2, activation.num_inducing).abs()
     phi = reference.phi(activation.grid.sorted_points, activation.grid.inducing_points, 1.0)
     covariance = phi @ var.diag() @ phi.mT
-    nodes = activation.node_moments(loc, var)
-    assert_close(nodes.mean, phi @ loc, rtol=0, atol=1e-10)
-    assert_close(nodes.var, covariance.diagonal(), rtol=0, atol=1e-10)
-    assert_close(nodes.cov, covariance.diagonal(1), rtol=0, atol=1e-10)
+    table = activation.moment_table(loc.unsqueeze(0), var.unsqueeze(0)).squeeze(-1)
+    for left, right, expected in ((0, 1, phi @ loc), (2, 3, covariance.diagonal())):
+        assert_close(table[left, 1:], expected, rtol=0, atol=1e-10)
+        assert_close(table[right, :-1], expected, rtol=0, atol=1e-10)
+    assert_close(table[4, 1:-1], 2 * covariance.diagonal(1), rtol=0, atol=1e-10)
 
 
 def test_recursion_of_meta_tensors_has_the_shapes_of_the_node_maps():
     activation = KernelActivation(DyadicGrid(8))
     z = torch.rand(2, 3, activation.num_inducing)
-    on_cpu, on_meta = (activation.node_moments(v, v) for v in (z, z.to("meta")))
-    assert [part.shape for part in on_meta] == [part.shape for part in on_cpu]
+    on_cpu, on_meta = (activation.moment_table(v, v) for v in (z, z.to("meta")))
+    assert on_meta.shape == on_cpu.shape
 
 
 # Residual variance

@@ -479,3 +479,13 @@ def test_expected_log_normal_has_two_derivatives_with_draws_in_front(noise_shape
     assert_close(fn(*leaves), naive.sum(-1))
     assert torch.autograd.gradcheck(fn, leaves)
     assert torch.autograd.gradgradcheck(fn, leaves)
+
+
+@pytest.mark.parametrize("noise_shape", [(), (2,)])
+def test_total_of_expected_log_normal_is_the_sum_over_rows(noise_shape):
+    leaves = (torch.randn(5, 2), torch.randn(5, 2), torch.rand(5, 2), torch.randn(noise_shape))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y, mean, var, log_noise = leaves
+    rows = gaussian.expected_log_normal(y, mean, var, log_noise.exp())
+    assert_close(gaussian.total_expected_log_normal(*leaves), rows.sum())
+    assert torch.autograd.gradcheck(gaussian.total_expected_log_normal, leaves)

@@ -90,15 +90,54 @@ def test_moments_at_infinity_are_those_of_the_bias(value):
 
 
 @pytest.mark.parametrize("level", [1, 2, 5])
-def test_table_holds_mean_variance_and_twice_the_covariance_of_every_node(level):
+def test_table_holds_means_variances_and_twice_the_covariance_of_every_interval(level):
     M = 2**level - 1
     loc, var = torch.randn(M), torch.rand(M)
-    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(3, M + 2)
+    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(5, M + 1)
     constants = local.level_constants(level, 0.3, torch.float64, torch.device("cpu"))
     nodes = local.node_moments(loc, var, constants)
-    cov = torch.nn.functional.pad(2 * nodes.cov, (0, 1))
-    assert_close(table[:, 1:-1], torch.stack([nodes.mean, nodes.var, cov]))
-    assert not table[:, [0, -1]].any()
+    mean, node_var = (torch.nn.functional.pad(part, (1, 1)) for part in nodes[:2])
+    cov = torch.nn.functional.pad(2 * nodes.cov, (1, 1))
+    rows = [mean[:-1], mean[1:], node_var[:-1], node_var[1:], cov]
+    assert_close(table, torch.stack(rows))
+
+
+def mean_field(level, num_functions=2, num_units=3):
+    """Means and logarithms of scales of z, those of sigma, and the same for mu."""
+    M = 2**level - 1
+    loc = torch.randn(num_functions, num_units, M)
+    log_sigma, mu = 0.3 * torch.randn(num_units), torch.randn(num_functions)
+    return loc, torch.randn_like(loc), log_sigma, mu, torch.randn_like(mu)
+
+
+@pytest.mark.parametrize("num_functions", [1, 3])
+@pytest.mark.parametrize("level", [5, 8])
+def test_terms_are_the_loop_inside_and_outside_the_grid_and_the_divergence(level, num_functions):
+    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(0.5))
+    h = torch.cat([1.5 * torch.randn(6, 3), torch.tensor([[-1.0, 1.0, 0.0], [40.0, -40.0, 1e3]])])
+    loc, log_scale, log_sigma, mu, mu_log_scale = weights = mean_field(level, num_functions)
+    mean, var, kl = activation.mean_field_terms(h, *weights)
+    phi = reference.phi(h, activation.grid.inducing_points, 0.5)
+    scale, mu_scale = log_scale.exp(), mu_log_scale.exp()
+    expected = reference.moments_of_f(phi, loc, scale, log_sigma.exp(), mu, mu_scale)
+    assert_close((mean, var), expected, rtol=0, atol=1e-10)
+    q = [torch.distributions.Normal(*part) for part in ((loc, scale), (mu, mu_scale))]
+    prior = torch.distributions.Normal(0.0, 1.0)
+    assert_close(kl, sum(torch.distributions.kl_divergence(one, prior).sum() for one in q))
+
+
+@pytest.mark.parametrize(("level", "num_functions"), [(3, 1), (4, 1), (5, 2)])
+def test_gradient_of_terms_is_the_slope(level, num_functions):
+    activation = KernelActivation(DyadicGrid(level), LaplaceKernel(0.7))
+    leaves = [0.5 + 0.6 * torch.randn(5, 3), *mean_field(level, num_functions)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    assert torch.autograd.gradcheck(lambda *args: activation.mean_field_terms(*args), leaves)
+
+
+def test_divergence_of_terms_at_the_prior_is_exactly_zero_in_single_precision():
+    activation = KernelActivation(DyadicGrid(6))
+    weights = [torch.zeros_like(part, dtype=torch.float32) for part in mean_field(6)]
+    assert activation.mean_field_terms(torch.rand(4, 3).float(), *weights)[2] == 0
 
 
 @pytest.mark.filterwarnings("ignore:The grid is coarse")
