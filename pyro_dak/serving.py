@@ -1,7 +1,7 @@
 """Mean and variance of f at many inputs, for weights that do not change any more.
 
-What `pyro_dak.interpolation` computes in training, from a table with one entry an interval instead
-of one a node: half the work, and nothing is kept for a gradient.
+What `pyro_dak.interpolation` computes in training, from the same table, with fewer operations and
+nothing kept for a gradient.
 """
 
 import torch
