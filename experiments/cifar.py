@@ -31,16 +31,16 @@ MODELS = ("nn", "svdkl", "dak_mc")
 @dataclass(frozen=True)
 class Preset:
     """Networks and numbers of units by data set, the training, that of the variational last layers
-    (of all models but NN), and what DAK has of its own.
+    (of all models but NN), and what DAK has of its own, by data set.
     """
 
     backbones: dict[str, str]
     num_units: dict[str, int]
     recipe: ImageRecipe
     last_layer: dict[str, Any] = field(default_factory=dict)
-    dak_options: dict[str, Any] = field(default_factory=dict)
-    dak_recipe: dict[str, Any] = field(default_factory=dict)
-    tuned_dak_options: dict[str, Any] = field(default_factory=dict)
+    dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    dak_recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuned_dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 PRESETS = {
@@ -63,11 +63,29 @@ PRESETS = {
         num_units={"cifar10": 64, "cifar100": 64},
         recipe=ImageRecipe(epochs=12, batch_size=128, learning_rate=1e-2, augment=True),
         # Chosen on held-out training images: with random weights at the start the functions of the
-        # units are rough, with wide ones noisy, and the network learns slowly.
-        dak_options={"linear_start": 16.0, "init_scale": 0.005},
-        dak_recipe={"last_layer_learning_rate": 5e-3},
-        # On given features the noise of wide weights disturbs no network.
-        tuned_dak_options={"init_scale": 0.05},
+        # units are rough, with wide ones noisy, and the network learns slowly. With 100 classes
+        # it takes a coarse grid for that (nodes two standard deviations apart), wide for the long
+        # tails of the features, and no embedding.
+        dak_options={
+            "cifar10": {"linear_start": 16.0, "init_scale": 0.005},
+            "cifar100": {
+                "embedding": False,
+                "level": 3,
+                "num_std": 8.0,
+                "unit_scale": 2.0,
+                "linear_start": 2.0,
+                "init_scale": 0.005,
+            },
+        },
+        dak_recipe={
+            "cifar10": {"last_layer_learning_rate": 5e-3},
+            "cifar100": {"last_layer_learning_rate": 4e-3},
+        },
+        # On given features the noise of wide weights disturbs no network, and an embedding helps.
+        tuned_dak_options={
+            "cifar10": {"init_scale": 0.05},
+            "cifar100": {"embedding": True, "init_scale": 0.02},
+        },
     ),
 }
 
@@ -79,9 +97,9 @@ def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **other
     if model != "nn":
         recipe = replace(recipe, **chosen.last_layer)
     if model.startswith("dak"):
-        options |= chosen.dak_options
-        options |= chosen.tuned_dak_options if recipe.fixed_features else {}
-        recipe = replace(recipe, **chosen.dak_recipe)
+        options |= chosen.dak_options.get(dataset, {})
+        options |= chosen.tuned_dak_options.get(dataset, {}) if recipe.fixed_features else {}
+        recipe = replace(recipe, **chosen.dak_recipe.get(dataset, {}))
     backbone = chosen.backbones[dataset]
     return Job(dataset, model, backbone, recipe, options, preset=preset, **others)
 

@@ -165,6 +165,20 @@ def test_variational_last_layers_have_adam_and_the_network_the_optimizer_of_the_
             assert recipe.last_layer_optimizer == (None if name == "nn" else "adam")
 
 
+@pytest.mark.parametrize(
+    ("dataset", "has_embedding", "num_inducing", "num_std"),
+    [("cifar10", True, 63, 3.0), ("cifar100", False, 7, 8.0)],
+)
+def test_dak_has_settings_of_its_own_for_each_set(
+    dataset, has_embedding, num_inducing, num_std, cifar_root
+):
+    recipe = cifar.PRESETS["small"].recipe
+    job = cifar.make_job("small", dataset, "dak_mc", recipe, data_root=str(cifar_root))
+    model = image_runs.build(job, image_runs.load_job_images(job)).model
+    assert (model.embedding is not None) == has_embedding
+    assert (model.num_inducing, model.scaling.num_std) == (num_inducing, num_std)
+
+
 def prediction(probs, expected_entropy=None):
     log_probs = probs.log()
     entropy = torch.zeros(len(probs)) if expected_entropy is None else expected_entropy

@@ -173,6 +173,29 @@ def test_units_start_as_straight_lines():
     assert slope.abs().min() > 1e-3
 
 
+def test_units_may_be_the_features_on_a_wider_grid():
+    x, _ = images()
+    options = {"num_units": 6, "embedding": False, "num_std": 8.0, "unit_scale": 2.0}
+    model = build("dak_mc", **options).model.train()
+    assert model.embedding is None
+    spread = model.unit_inputs(x).std(0, correction=0)
+    assert_close(spread, torch.full((6,), 1 / 8), rtol=1e-4, atol=0)
+    assert_close(model.unit_scale, torch.full((6,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("num_std", {"num_std": 8.0, "scaling": "minmax"}),
+        ("unit_scale", {"unit_scale": 0.0}),
+        ("num_units", {"embedding": False}),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name, options):
+    with pytest.raises(ValueError, match=name):
+        build("dak_mc", **options)
+
+
 def test_a_second_network_of_the_same_seed_starts_alike():
     first, second = build("svdkl"), build("svdkl")
     x, _ = images(4)

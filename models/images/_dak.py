@@ -1,5 +1,6 @@
 """DAK behind the interface of image classifiers."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,8 @@ from models.images._recipe import (
 from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
 from pyro_dak.history import History
 from pyro_dak.prediction import ClassPrediction
+from pyro_dak.scaling import Standardize
+from pyro_dak.validation import check_positive
 
 
 class DAKClassifier:
@@ -127,6 +130,14 @@ def start_linear(model: DAK, guide: MeanFieldGuide, slope: float) -> None:
     guide.mu_loc.zero_()
 
 
+def set_num_std(model: DAK, num_std: float) -> None:
+    """Let the grid reach so many standard deviations of the unit inputs to either side."""
+    check_positive("num_std", num_std)
+    if not isinstance(model.scaling, Standardize):
+        raise ValueError('`num_std` is for scaling="standardize"; leave it out with another.')
+    model.scaling.num_std = num_std
+
+
 def build_classifier(
     objective: ELBO,
     method: Literal["mc", "probit"],
@@ -142,6 +153,9 @@ def build_classifier(
     linear_start: float | None = None,
     residual_variance: bool = False,
     scaling: str = "standardize",
+    num_std: float | None = None,
+    unit_scale: float | None = None,
+    embedding: bool = True,
 ) -> DAKClassifier:
     """DAK on features; the options are described in `dak_mc.build`."""
     with seeded(recipe.seed):
@@ -155,8 +169,14 @@ def build_classifier(
             LaplaceKernel(lengthscale),
             CategoricalLikelihood(),
             scaling,
+            embedding,
         )
         guide = MeanFieldGuide(model, init_scale)
         if linear_start is not None:
             start_linear(model, guide, linear_start)
+    if num_std is not None:
+        set_num_std(model, num_std)
+    if unit_scale is not None:
+        check_positive("unit_scale", unit_scale)
+        nn.init.constant_(model.layer.log_unit_scale, math.log(unit_scale))
     return DAKClassifier(model, guide, objective, method, recipe, residual_variance)
