@@ -23,7 +23,7 @@ _NAMES = {
     "AV-DKL": "avdkl",
     "DAK-MC": "dak_mc",
 }
-_ORDER = [*_NAMES.values(), "dak_jensen"]
+_ORDER = [*_NAMES.values(), "dak_jensen", "dak_features"]
 _SETS = {"MNIST": "mnist", "CIFAR-10": "cifar10", "CIFAR-100": "cifar100"}
 _COLUMNS = (
     "accuracy",
@@ -171,7 +171,8 @@ def _write_markdown(directory: Path, dataset: str, summaries: dict[Key, dict[str
         "AUROC: telling images of another data set apart by entropy and by mutual information. "
         "*paper*: printed in its Tables 2 and 3 or its AV-DKL table, for the full data and its "
         "networks, with 20 (MNIST) or 200 (CIFAR) epochs; it averages logits before the softmax "
-        "and weighs the KL otherwise, so its ELBO is not comparable.",
+        "and weighs the KL otherwise, so its ELBO is not comparable. Seconds per epoch are of the "
+        "machine and the load of each run: `python -m benchmarks --case b` compares side by side.",
         "",
         "| preset | model | batch | epochs | runs | accuracy, % | *paper* | NLL | *paper* | ECE "
         "| *paper* | ELBO | *paper* | Brier | AUROC entropy | AUROC MI | parameters, M | added, M "

@@ -155,7 +155,7 @@ def with_recipe(job, **settings):
 
 
 def test_variational_last_layers_have_adam_and_the_network_the_optimizer_of_the_paper():
-    for name in ("nn", "dak_mc", "dak_jensen", "svdkl", "nn_svgp"):
+    for name in ("nn", "dak_mc", "dak_jensen", "dak_features", "svdkl"):
         recipes = {
             "adadelta": mnist.recipe("mnist", name),
             "sgd": cifar.make_job("paper", "cifar10", name, cifar.PRESETS["paper"].recipe).recipe,

@@ -18,7 +18,7 @@ from pyro_dak.gaussian import FunctionMoments
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-NAMES = ("avdkl", "dak_jensen", "dak_mc", "nn", "nn_svgp", "svdkl")
+NAMES = ("avdkl", "dak_features", "dak_jensen", "dak_mc", "nn", "nn_svgp", "svdkl")
 SMALL = {"nn_svgp": {"num_inducing": 8}, "avdkl": {"num_inducing": 4}, "svdkl": {"grid_size": 8}}
 RECIPE = ImageRecipe(epochs=2, batch_size=16, learning_rate=1e-2, num_samples_test=30)
 
@@ -51,7 +51,8 @@ def small_network():
 
 
 def build(name, recipe=RECIPE, **options):
-    options = SMALL.get(name, {}) | ({} if name == "nn" else {"num_units": 4}) | options
+    has_units = name not in ("nn", "dak_features")
+    options = SMALL.get(name, {}) | ({"num_units": 4} if has_units else {}) | options
     return models.images.build(name, small_network(), 6, 3, recipe=recipe, **options)
 
 
