@@ -93,13 +93,16 @@ PRESETS = {
 def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **others: Any) -> Job:
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
-    options: dict[str, Any] = {} if model == "nn" else {"num_units": chosen.num_units[dataset]}
+    has_units = model not in ("nn", "dak_features")
+    options: dict[str, Any] = {"num_units": chosen.num_units[dataset]} if has_units else {}
     if model != "nn":
         recipe = replace(recipe, **chosen.last_layer)
     if model.startswith("dak"):
         options |= chosen.dak_options.get(dataset, {})
         options |= chosen.tuned_dak_options.get(dataset, {}) if recipe.fixed_features else {}
         recipe = replace(recipe, **chosen.dak_recipe.get(dataset, {}))
+    if model == "dak_features":
+        options.pop("embedding", None)  # it never has one
     backbone = chosen.backbones[dataset]
     return Job(dataset, model, backbone, recipe, options, preset=preset, **others)
 
@@ -112,7 +115,7 @@ def main(
     epochs: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="128, or the paper's 1024.")] = None,
     fine_tune: Annotated[bool, typer.Option(help="Last layers on features of the NN.")] = False,
-    tune_epochs: Annotated[int | None, typer.Option(help="Of these; else as many.")] = None,
+    tune_epochs: Annotated[int | None, typer.Option(min=1, help="Of these; else as many.")] = None,
     full: Annotated[bool, typer.Option(help="All images instead of the subset.")] = False,
     held_out: Annotated[bool, typer.Option(help="Test on 2,000 training images.")] = False,
     max_rows: Annotated[int | None, typer.Option(help="Use the first so many.")] = None,

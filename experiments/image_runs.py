@@ -1,5 +1,6 @@
 """Runs of image classifiers: train, follow the learning curve, score, one json each."""
 
+import json
 import shutil
 import statistics
 from collections.abc import Iterable
@@ -194,13 +195,16 @@ def run(job: Job, results: Path) -> dict[str, Any]:
 def is_finished(job: Job, results: Path) -> bool:
     """Whether a job's result is there, complete, and made with the same settings."""
     found = read_json(job.path(results)) or {}
-    if found.get("status") != "finished":
-        return False
+    return found.get("status") == "finished" and has_same_settings(job, found)
+
+
+def has_same_settings(job: Job, found: dict[str, Any]) -> bool:
+    """Whether a result, complete or not, is of a job with these settings."""
     now, then = _description(job), {"pretrained_epochs": None} | found["config"]
     then["recipe"] = asdict(ImageRecipe()) | then["recipe"]  # older files lack newer settings
     for setting in ("progress", "device"):  # these change no result
         then["recipe"][setting] = now["recipe"][setting]
-    return bool(then == now)
+    return bool(then == json.loads(json.dumps(now)))
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -217,7 +221,9 @@ def run_all(jobs: Iterable[Job], results: Path, resume: bool) -> None:
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
     for job in left:
         path = job.path(results)
-        if not resume:
+        found = read_json(path)
+        if not resume or (found is not None and not has_same_settings(job, found)):
+            # Checkpoints of other settings, too, are no state to go on from.
             path.unlink(missing_ok=True)
             shutil.rmtree(job.checkpoints(results), ignore_errors=True)
         result = run(job, results)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pyro_dak.validation import check_first_derivative
+
 __all__ = ["gather", "gather_sum", "pick", "stack_batches"]
 
 
@@ -29,8 +31,8 @@ class _GatherSum(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        check_first_derivative()
         weights, index, rows = ctx.saved_tensors
         R, C = ctx.table_shape
         grad_weights = grad_table = None

@@ -162,37 +162,32 @@ def expected_log_normal(
 
 
 class _TotalExpectedLogNormal(torch.autograd.Function):
-    """See `total_expected_log_normal`; differentiable once.
+    """See `total_expected_log_normal`; differentiable as often as one likes.
 
-    With r = y - m, p = s^-2 and S = sum_n r^2 + v the gradients are p r for m, -p / 2 for v and
-    p S - N for log s.
+    With r = y - m, p = s^-2 and S = sum_n r^2 + v the gradients are p r for m, -p r for y, -p / 2
+    for v and p S - N for log s.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, log_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(y, f_mean, f_var, log_scale)
         N, C = y.shape
         r = y - f_mean
         S = torch.addcmul(f_var, r, r).sum(0)  # (C,)
-        precision = (-2 * log_scale).exp_()
-        ctx.save_for_backward(r, S, precision)
-        ctx.scale_shape = log_scale.shape
-        constant = 0.5 * N * C * _LOG_2PI
-        return (
-            torch.addcmul(N * log_scale, precision, S, value=0.5)
-            .expand(C)
-            .sum()
-            .add_(constant)
-            .neg_()
-        )
+        total = torch.addcmul(N * log_scale, (-2 * log_scale).exp_(), S, value=0.5).sum()
+        return total.add_(0.5 * N * C * _LOG_2PI).neg_()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        r, S, precision = ctx.saved_tensors
-        weight = precision * grad
+        y, f_mean, f_var, log_scale = ctx.saved_tensors
+        r = y - f_mean
+        weight = grad * (-2 * log_scale).exp()
         grad_mean = r * weight
         grad_y = -grad_mean if ctx.needs_input_grad[0] else None
-        grad_log_scale = (S * weight).sub_(grad, alpha=len(r)).sum_to_size(ctx.scale_shape)
+        grad_log_scale = None
+        if ctx.needs_input_grad[3]:
+            S = torch.addcmul(f_var, r, r).sum(0)
+            grad_log_scale = (S * weight - len(r) * grad).sum_to_size(log_scale.shape)
         return grad_y, grad_mean, (-0.5 * weight).expand_as(r), grad_log_scale
 
 

@@ -189,7 +189,11 @@ class MeanFieldGuide(_SiteNormals):
         self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
     ) -> tuple[FunctionMoments, Tensor]:
         terms = None
-        if all(_is_standard(*prior) for prior in priors.values()):
+        own = type(self)
+        is_plain = (
+            own.moments is MeanFieldGuide.moments and own.kl_normal is MeanFieldGuide.kl_normal
+        )
+        if is_plain and all(_is_standard(*prior) for prior in priors.values()):
             log_scale = Weights(self.z_log_scale, self.mu_log_scale)
             terms = layer.terms(h, self.weight_means(), log_scale)
         return super().moments_and_kl(layer, h, priors) if terms is None else terms

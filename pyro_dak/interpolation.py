@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pyro_dak.local import LinearMap
+from pyro_dak.validation import check_first_derivative
 
 __all__ = [
     "IntervalConstants",
@@ -194,10 +195,10 @@ class _InterpolatedMoments(torch.autograd.Function):
         return mean, var
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        check_first_derivative()
         table, sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
         grad_mean, grad_var = (g.reshape(F, 1, E, 1, N) for g in (grad_mean, grad_var))
@@ -242,10 +243,10 @@ class _MeanFieldTerms(torch.autograd.Function):
         return mean.squeeze(1).mT, var.squeeze(1).mT, kl
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor
     ) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
         loc, z_var, sigma, mu, mu_var, *saved = ctx.saved_tensors
         N, F = grad_mean.shape
         grad_m, grad_v = (g.mT.reshape(F, 1, 1, 1, N) for g in (grad_mean, grad_var))

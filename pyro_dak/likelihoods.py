@@ -202,8 +202,15 @@ class GaussianLikelihood(Likelihood):
         return expected_log_normal(y, moments.mean, moments.var, self.noise_scale)
 
     def expected_log_lik(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        mean, var, _ = moments
-        return total_expected_log_normal(y, mean, var, self.noise.log_scale)
+        if type(self).expected_log_prob is not GaussianLikelihood.expected_log_prob:
+            return super().expected_log_lik(y, moments)
+        (mean, var, _), log_scale = moments, self.noise.log_scale
+        if log_scale.numel() not in (1, mean.shape[-1]):
+            raise ValueError(
+                f"`noise_scale` must be a number or one per output, ({mean.shape[-1]},); got shape "
+                f"{tuple(log_scale.shape)}. Set `num_outputs` or give one noise scale."
+            )
+        return total_expected_log_normal(y, mean, var, log_scale)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)

@@ -297,13 +297,12 @@ class _SparseProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
-        ctx.transposed = transposed
+        ctx.matrix, ctx.transposed = matrix, transposed
         return matrix @ z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transposed @ grad, None, None
+        return _SparseProduct.apply(grad, ctx.transposed, ctx.matrix), None, None
 
 
 class LinearMap:

@@ -149,7 +149,7 @@ class DAK(PyroModule):
             features = extractor(x)
             check(features)
             with own_precision(features):  # mixed precision is for the network
-                if features.element_size() < weight.element_size():
+                if features.dtype in (torch.float16, torch.bfloat16):
                     features = features.to(weight.dtype)
                 return apply_map(shift, weight, features.mT).mT
 

@@ -58,6 +58,16 @@ class TwoOptimizers(torch.optim.Optimizer):
         """For copies: with the parts, which share what the copy has."""
         return {**super().__getstate__(), "parts": self.parts}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For construction only: a later group would belong to neither part."""
+        if hasattr(self, "param_groups") and len(self.param_groups) == sum(
+            len(part.param_groups) for part in self.parts
+        ):
+            raise NotImplementedError(
+                "Two optimisers take no further groups; build them with all their parameters."
+            )
+        super().add_param_group(param_group)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As every optimiser's."""
         super().load_state_dict(state_dict)

@@ -489,3 +489,4 @@ def test_total_of_expected_log_normal_is_the_sum_over_rows(noise_shape):
     rows = gaussian.expected_log_normal(y, mean, var, log_noise.exp())
     assert_close(gaussian.total_expected_log_normal(*leaves), rows.sum())
     assert torch.autograd.gradcheck(gaussian.total_expected_log_normal, leaves)
+    assert torch.autograd.gradgradcheck(gaussian.total_expected_log_normal, leaves)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from experiments import cifar, image_datasets, image_report, image_runs, mnist
 from experiments.datasets import DataError
 from experiments.image_datasets import load_images, read_idx, read_subset
-from experiments.results import write_json
+from experiments.results import read_json, write_json
 from models.images._recipe import ImageRecipe
 from pyro_dak.gaussian import FunctionMoments
 from pyro_dak.metrics import expected_calibration_error
@@ -143,6 +143,28 @@ def test_a_result_counts_for_the_settings_it_was_made_with(tmp_path):
     assert image_runs.is_finished(with_recipe(job, progress=True), tmp_path)
     assert not image_runs.is_finished(with_recipe(job, last_layer_optimizer=None), tmp_path)
     assert not image_runs.is_finished(dataclasses.replace(job, options={}), tmp_path)
+
+
+def test_a_run_with_other_settings_starts_anew(tmp_path):
+    recipe = ImageRecipe(epochs=1, batch_size=32, progress=False)
+    options = {"num_units": 4, "init_scale": 0.05}
+    job = image_runs.Job("digits", "dak_mc", "digits_cnn", recipe, options, max_rows=64)
+    other = dataclasses.replace(job, options=options | {"init_scale": 0.9})
+    image_runs.run_all([job], tmp_path / "first", resume=True)
+    for folder in ("first", "fresh"):
+        image_runs.run_all([other], tmp_path / folder, resume=True)
+    found, expected = (read_json(other.path(tmp_path / folder)) for folder in ("first", "fresh"))
+    assert found["config"] == expected["config"]
+    assert found["curve"] == expected["curve"]
+
+
+@pytest.mark.parametrize("preset", ["paper", "small"])
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_units_that_are_features_have_no_embedding_on_cifar(preset, is_tuned):
+    recipe = dataclasses.replace(cifar.PRESETS[preset].recipe, fixed_features=is_tuned)
+    for dataset in cifar.DATASETS:
+        options = cifar.make_job(preset, dataset, "dak_features", recipe).options
+        assert not {"num_units", "embedding"} & set(options)
 
 
 def mnist_job(name):

@@ -11,10 +11,12 @@ from torch.testing import assert_close
 from pyro_dak import (
     ClosedFormELBO,
     GammaScalePrior,
+    GaussianLikelihood,
     HeteroscedasticLikelihood,
     JensenELBO,
     LaplacePrior,
     LocalReparamELBO,
+    MeanFieldGuide,
     NormalPrior,
     StudentTPrior,
 )
@@ -261,6 +263,58 @@ def test_svi_updates_every_parameter_in_place(guide, objective):
     assert losses[-1] < losses[0]
     stored = {id(value.unconstrained()) for _, value in pyro.get_param_store().items()}
     assert stored == {id(p) for p in parameters}
+
+
+def test_second_derivatives_of_the_closed_form_are_right_on_the_dense_route():
+    case = scenarios.gaussian_regression(level=2)
+    case.model.eval()
+    z_loc = case.guide.z_loc
+
+    def slope(create_graph=False):
+        loss = ClosedFormELBO().differentiable_loss(case.model, case.guide, case.x, case.y)
+        return torch.autograd.grad(loss, z_loc, create_graph=create_graph)[0]
+
+    direction = torch.randn_like(z_loc)
+    (found,) = torch.autograd.grad((slope(create_graph=True) * direction).sum(), z_loc)
+    slopes = []
+    for step in (1e-4, -1e-4):
+        with torch.no_grad():
+            z_loc.add_(direction, alpha=step)
+        slopes.append(slope())
+        with torch.no_grad():
+            z_loc.sub_(direction, alpha=step)
+    assert_close(found, (slopes[0] - slopes[1]) / 2e-4, rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_of_the_local_route_are_refused():
+    case = scenarios.gaussian_regression(level=5)
+    loss = ClosedFormELBO().differentiable_loss(case.model, case.guide, case.x, case.y)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        torch.autograd.grad(loss, case.guide.z_loc, create_graph=True)
+
+
+def test_guides_and_likelihoods_of_ones_own_are_not_passed_over():
+    class Shifted(MeanFieldGuide):
+        def moments(self, layer, h):
+            q = super().moments(layer, h)
+            return q._replace(mean=q.mean + 1)
+
+    class Doubled(GaussianLikelihood):
+        def expected_log_prob(self, y, moments):
+            return 2 * super().expected_log_prob(y, moments)
+
+    case = scenarios.gaussian_regression(level=5)
+    model, x, y = case.model.eval(), case.x, case.y
+    plain, shifted = (guide(model) for guide in (MeanFieldGuide, Shifted))
+    shifted.load_state_dict(plain.state_dict())
+    objective = ClosedFormELBO()
+    moved = objective.terms(model, shifted, x, y)
+    assert_close(moved.elbo, objective.terms(model, plain, x, y - 1).elbo)
+    once = objective.terms(model, plain, x, y).expected_log_lik
+    doubled = Doubled()
+    doubled.load_state_dict(model.likelihood.state_dict())
+    model.likelihood = doubled
+    assert_close(objective.terms(model, plain, x, y).expected_log_lik, 2 * once)
 
 
 def test_svi_step_and_loss_return_minus_the_elbo():

@@ -168,6 +168,14 @@ def test_no_parameters_at_all_are_refused():
         build_optimizer("adam", [], [], 1.0, 1.0, 0.0, False, True)
 
 
+def test_two_optimizers_take_no_group_that_neither_would_step():
+    network, last_layer, other = (torch.zeros(1, requires_grad=True) for _ in range(3))
+    rates = (1.0, 1e-2)
+    both = build_optimizer("sgd", [network], [last_layer], *rates, 0.0, False, False, "adam")
+    with pytest.raises(NotImplementedError, match="no further groups"):
+        both.add_param_group({"params": [other]})
+
+
 def test_two_optimizers_are_those_of_their_groups_also_from_a_saved_state():
     starts = [torch.randn(3, 2), torch.randn(4)]
     gradients = [[torch.randn_like(start) for start in starts] for _ in range(4)]
