@@ -35,7 +35,7 @@ class DAKRegressor:
         init_scale: initial standard deviation of the weights.
     """
 
-    chunk_size = 4096
+    chunk_size = 8192
 
     def __init__(
         self,

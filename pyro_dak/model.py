@@ -1,8 +1,9 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro
 import pyro.distributions as dist
@@ -27,7 +28,7 @@ from pyro_dak.priors import (
 from pyro_dak.scaling import SCALINGS, build_scaling
 from pyro_dak.validation import check_integer
 
-__all__ = ["DAK", "evaluating", "local_parameters", "own_precision"]
+__all__ = ["DAK", "evaluating", "local_parameters", "own_precision", "with_own_tensors"]
 
 
 class DAK(PyroModule):
@@ -273,6 +274,30 @@ def own_precision(like: Tensor) -> AbstractContextManager[Any]:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def with_own_tensors(module: _Module, device: torch.device) -> _Module:
+    """A copy of a module whose parameters and buffers are its own: later training is not seen.
+
+    All else is shared, which makes it several times faster than a deep copy.
+    """
+    own = copy.copy(module)
+    own._parameters = {
+        name: None if p is None else nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    own._buffers = {
+        name: None if buffer is None else buffer.detach().to(device, copy=True)
+        for name, buffer in module._buffers.items()
+    }
+    own._modules = {
+        name: None if part is None else with_own_tensors(part, device)
+        for name, part in module._modules.items()
+    }
+    return own
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """From a posterior to predictions: means, variances, intervals, class probabilities, components."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from pyro_dak.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.model import DAK, evaluating
+from pyro_dak.model import DAK, evaluating, with_own_tensors
 from pyro_dak.validation import check_choice, check_finite, check_floating, check_integer
 
 __all__ = [
@@ -224,7 +223,7 @@ def predict(
     num_samples: int = 100,
     residual_variance: bool = False,
     seed: int | None = None,
-    chunk_size: int = 4096,
+    chunk_size: int = 8192,
     compile: bool = False,
     progress: bool = True,
 ) -> Prediction | ClassPrediction:
@@ -253,7 +252,7 @@ def predict(
     check_integer("chunk_size", chunk_size, minimum=1)
     _check_inputs(model, x)
     device = model.layer.log_unit_scale.device
-    likelihood: Likelihood = copy.deepcopy(model.likelihood).to(x.device)
+    likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
     needs_draws = method == "mc" if isinstance(likelihood, CategoricalLikelihood) else False
     parts: list[tuple[Tensor, ...]] = []
     with evaluating(model, guide):
@@ -384,5 +383,5 @@ def _check_inputs(model: DAK, x: Tensor) -> None:
 
 def _chunks(x: Tensor, chunk_size: int, progress: bool) -> Iterator[Tensor]:
     starts = range(0, len(x), chunk_size)
-    for start in tqdm(starts, desc="predict", delay=2.0, disable=not progress, leave=False):
+    for start in tqdm(starts, desc="predict", delay=2.0, leave=False) if progress else starts:
         yield x[start : start + chunk_size]
