@@ -1,5 +1,6 @@
 """Runs of image classifiers: train, follow the learning curve, score, one json each."""
 
+import itertools
 import json
 import shutil
 import statistics
@@ -214,18 +215,29 @@ def _description(job: Job) -> dict[str, Any]:
     return config
 
 
+def set_aside(path: Path) -> None:
+    """Give a file or folder, if it is there, a free name that ends with .replaced1 or so."""
+    names = (path.with_name(f"{path.name}.replaced{number}") for number in itertools.count(1))
+    if path.exists():
+        path.rename(next(name for name in names if not name.exists()))
+
+
 def run_all(jobs: Iterable[Job], results: Path, resume: bool) -> None:
     """Run the jobs that have no result yet, one after the other; checkpoints go beside them."""
     jobs = list(jobs)
     left = [job for job in jobs if not (resume and is_finished(job, results))]
     print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
     for job in left:
-        path = job.path(results)
+        path, checkpoints = job.path(results), job.checkpoints(results)
         found = read_json(path)
-        if not resume or (found is not None and not has_same_settings(job, found)):
-            # Checkpoints of other settings, too, are no state to go on from.
+        if not resume:
             path.unlink(missing_ok=True)
-            shutil.rmtree(job.checkpoints(results), ignore_errors=True)
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        elif found is not None and not has_same_settings(job, found):
+            # Checkpoints of other settings are no state to go on from.
+            print(f"{path} is of other settings; it is set aside, and the run starts anew.")
+            set_aside(path)
+            set_aside(checkpoints)
         result = run(job, results)
         write_json(path, result)
         metrics = result["metrics"]

@@ -261,11 +261,11 @@ class KernelActivation(nn.Module):
         """
         if torch.compiler.is_compiling() or self._takes_dense_route("auto", loc):
             return None
-        _, _, _, table_map, intervals, *_ = self._local_constants(loc)
-        if table_map is None or h.dim() > 2 or loc.dim() > 3:
+        constants = self._local_constants(loc)
+        if constants.table_map is None or h.dim() > 2 or loc.dim() > 3:
             return None
         weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
-        return mean_field_terms(h, *weights, table_map, intervals)
+        return mean_field_terms(h, *weights, constants.table_map, constants.intervals)
 
     def stacked_moments(
         self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None

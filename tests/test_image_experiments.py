@@ -156,6 +156,9 @@ def test_a_run_with_other_settings_starts_anew(tmp_path):
     found, expected = (read_json(other.path(tmp_path / folder)) for folder in ("first", "fresh"))
     assert found["config"] == expected["config"]
     assert found["curve"] == expected["curve"]
+    path = job.path(tmp_path / "first")
+    assert read_json(path.with_name(f"{path.name}.replaced1"))["config"]["options"] == options
+    assert job.checkpoints(tmp_path / "first").with_name(f"{path.stem}.replaced1").is_dir()
 
 
 @pytest.mark.parametrize("preset", ["paper", "small"])

@@ -21,8 +21,8 @@ def build(
     """`dak_mc` with P = D_w units, M = 7 nodes each, eight standard deviations to either bound.
 
     An embedding into few units maps many different features to the same inputs; here an image with
-    unusual features has unusual inputs, and the grid reaches out to them. The options are those
-    of `dak_mc`, where they differ from these.
+    unusual features has unusual inputs, and the grid reaches out to them. Other options are those
+    of `dak_mc`.
     """
     objective = LocalReparamELBO(recipe.num_samples_train)
     options = {"num_units": feature_dim} | OPTIONS | options
