@@ -19,7 +19,7 @@ from pyro_dak.interpolation import (
     mean_field_terms,
 )
 from pyro_dak.kernels import Kernel, LaplaceKernel
-from pyro_dak.serving import FixedMoments
+from pyro_dak.serving import FixedMoments, ServingConstants, serving_constants
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
 __all__ = ["KernelActivation", "Route", "dense_is_faster"]
@@ -48,7 +48,9 @@ class _Constants(NamedTuple):
     features: local.FeatureConstants | None
     node_map: local.LinearMap | None  # L_U with sorted rows, (M, M)
     table_map: local.LinearMap | None  # see `local.table_map`, (5 M + 5, 2 M)
+    node_table_map: local.LinearMap | None  # see `local.node_table_map`, (3 M + 6, 2 M)
     intervals: Any  # IntervalConstants, or None for kernels that are not Markov
+    serving: ServingConstants | None
     inducing_points: Tensor
     factor: Tensor | None  # dense L_U^{-T} of kernels that are not Markov, (M, M)
 
@@ -158,6 +160,24 @@ class KernelActivation(nn.Module):
         rows = [F.pad(row, pad) for row in (mean, var) for pad in ((1, 0), (0, 1))]
         return torch.stack([*rows, F.pad(2 * cov, (1, 1))], -3).mT
 
+    def node_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+        """Moments of g at the sorted nodes, and at one more on either side, `(3, F, P, M + 2)`.
+
+        The table of `FixedMoments` for independent weights z `(F, P, M)` in level order.
+        """
+        constants = self._local_constants(z_loc)
+        if constants.node_table_map is not None and constants.node_table_map.can_run():
+            return constants.node_table_map.parts_first(torch.cat([z_loc, z_var], -1), 3)
+        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+        rho = math.exp(-self.delta)
+        rows = [
+            torch.cat([rho * mean[..., :1], mean, rho * mean[..., -1:]], -1),
+            torch.cat([rho**2 * var[..., :1], var, rho**2 * var[..., -1:]], -1),
+            2
+            * torch.cat([rho * var[..., :1], cov, rho * var[..., -1:], rho**3 * var[..., -1:]], -1),
+        ]
+        return torch.stack(rows)
+
     def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
         """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
 
@@ -210,7 +230,9 @@ class KernelActivation(nn.Module):
         """
         if self._takes_dense_route(route, loc):
             return lambda h: self.combine_moments(h, loc, var, route="dense")
-        return FixedMoments(self.moment_table(loc, var), self._local_constants(loc).intervals)
+        constants = self._local_constants(loc).serving
+        assert constants is not None
+        return FixedMoments(self.node_table(loc, var), constants)
 
     def mean_field_moments(
         self,
@@ -394,23 +416,27 @@ class KernelActivation(nn.Module):
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
         U = self.grid.inducing_points.to(device, dtype)
         if self._factor is not None:
-            return _Constants([], None, None, None, None, U, self._factor.to(device, dtype))
+            factor = self._factor.to(device, dtype)
+            return _Constants([], None, None, None, None, None, None, U, factor)
         levels = local.level_constants(self.grid.level, self.delta, dtype, device)
         features = local.feature_constants(self.grid.level, self.delta, dtype, device)
-        intervals = interval_constants(
-            self.num_inducing, self.grid.bounds[0], self.grid.spacing, self.delta, dtype, device
-        )
+        low, spacing = self.grid.bounds[0], self.grid.spacing
+        intervals = interval_constants(self.num_inducing, low, spacing, self.delta, dtype, device)
+        serving = serving_constants(intervals, low, spacing)
         if device.type == "meta":
-            return _Constants(levels, features, None, None, intervals, U, None)
+            return _Constants(levels, features, None, None, None, intervals, serving, U, None)
         is_dense = self.num_inducing <= _MAX_DENSE_NODES
-        node_map, table_map = (
+        node_map, table_map, node_table_map = (
             local.LinearMap(matrix.to(device, dtype), is_dense)
             for matrix in (
                 local.node_maps(self.grid.level, self.delta)[0],
                 local.table_map(self.grid.level, self.delta),
+                local.node_table_map(self.grid.level, self.delta),
             )
         )
-        return _Constants(levels, features, node_map, table_map, intervals, U, None)
+        return _Constants(
+            levels, features, node_map, table_map, node_table_map, intervals, serving, U, None
+        )
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ At a node, gradients are those from the right.
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ __all__ = [
     "locate",
     "node_maps",
     "node_moments",
+    "node_table_map",
     "node_values",
     "table_map",
 ]
@@ -292,6 +295,43 @@ def table_map(level: int, delta: float) -> Float[Tensor, "five_m_plus_5 two_m"]:
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
 
 
+def node_table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
+
+    Rows: the means of nodes 0 to M + 1, their variances, and twice the covariance of each with the
+    next node. Nodes outside the grid continue the process where nothing more is known: each is
+    exp(-delta) times its neighbour. Sparse, like `node_maps`.
+    """
+    R, T, M = 2**level, 2**level + 1, 2**level - 1
+    rho = math.exp(-delta)
+    j = torch.arange(R)
+    # Nodes 1 to M are left ones of the intervals of `table_map`; node 1 is the right one of
+    # interval 0 too, node M the left one of the last.
+    picked = [
+        (j, j, 1.0),
+        (T + j, 2 * R + j, 1.0),
+        (2 * T + j, 4 * R + j, 1.0),
+        (torch.tensor([0, M + 1]), torch.tensor([R, M]), rho),
+        (T + torch.tensor([0, M + 1]), torch.tensor([3 * R, 2 * R + M]), rho**2),
+        (2 * T + torch.tensor([0, M]), torch.tensor([3 * R, 2 * R + M]), 2 * rho),
+        (torch.tensor([3 * T - 1]), torch.tensor([2 * R + M]), 2 * rho**3),
+    ]
+    indices = torch.cat([torch.stack(part[:2]) for part in picked], -1)
+    values = torch.cat([torch.full(part[0].shape, part[2]).double() for part in picked])
+    size = (3 * T, 5 * R)
+    matrix = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
+    with _without_beta_warning():
+        return torch.sparse.mm(matrix, table_map(level, delta)).coalesce()
+
+
+@contextmanager
+def _without_beta_warning() -> Iterator[None]:
+    """torch calls its compressed rows a beta feature."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        yield
+
+
 class _SparseProduct(torch.autograd.Function):
     """z -> A z for a constant A in compressed rows, `(M, K)` to `(R, K)`."""
 
@@ -315,8 +355,7 @@ class LinearMap:
 
     def __init__(self, matrix: Tensor, is_dense: bool):
         self.is_dense = is_dense
-        with warnings.catch_warnings():  # torch calls its CSR layout a beta feature
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        with _without_beta_warning():
             self.matrix = matrix.to_dense() if is_dense else matrix.to_sparse_csr()
             self.transposed = None if is_dense else matrix.mT.to_sparse_csr()
 
@@ -334,6 +373,11 @@ class LinearMap:
         if z.dim() == 3 and len(z) == 1:
             return columns.unsqueeze(0)
         return columns.reshape(-1, *z.shape[:-1]).movedim(0, -2)
+
+    def parts_first(self, z: Tensor, num_parts: int) -> Tensor:
+        """`(F, P, M)` to `(num_parts, F, P, R / num_parts)`."""
+        parts = self._columns(z).view(num_parts, -1, z.shape[0] * z.shape[1])
+        return parts.mT.reshape(num_parts, *z.shape[:2], -1)
 
     def transpose(self, grad: Tensor) -> Tensor:
         """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""

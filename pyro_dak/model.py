@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyro_dak.activation import KernelActivation
 from pyro_dak.additive import AdditiveLayer, Weights
+from pyro_dak.folding import is_plain, split_last_linear
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.kernels import Kernel, LaplaceKernel
 from pyro_dak.likelihoods import GaussianLikelihood, Likelihood
@@ -136,25 +137,45 @@ class DAK(PyroModule):
         """`unit_inputs` in eval mode as a function of x, for many calls, without gradient.
 
         Embedding and scaling are one affine map, from the weights they have now, unless somebody
-        has put something else in their place: then it is `unit_inputs` itself.
+        has put something else in their place: then it is `unit_inputs` itself. A linear layer at
+        the end of the extractor is part of the map too: with features W_l b + v,
+
+            h = gain W (W_l b + v) + shift = (gain W W_l) b + (gain W v + shift).
         """
         if not self._is_affine():
             return torch.no_grad()(self.unit_inputs)
-        extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
+        check, embedding = self._check_features, self.embedding
+        layers, last = split_last_linear(self.feature_extractor)
         gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
         weight = gain if embedding is None else gain * embedding.weight.detach()
+        if last is not None and not self._can_fold(last, weight):
+            layers, last = [self.feature_extractor], None
         apply_map = torch.addcmul if embedding is None else torch.addmm
+        if last is not None:
+            if last.bias is not None:
+                shift = apply_map(shift, weight, last.bias.detach().unsqueeze(-1))
+            last_weight = last.weight.detach()
+            weight = weight * last_weight if embedding is None else weight @ last_weight
+            apply_map = torch.addmm
 
         @torch.no_grad()
         def unit_inputs(x: Tensor) -> Tensor:
-            features = extractor(x)
-            check(features)
-            with own_precision(features):  # mixed precision is for the network
-                if features.dtype in (torch.float16, torch.bfloat16):
-                    features = features.to(weight.dtype)
-                return apply_map(shift, weight, features.mT).mT
+            for layer in layers:
+                x = layer(x)
+            if last is None or x.dim() != 2:
+                check(x if last is None else last(x))
+            with own_precision(x):  # mixed precision is for the network
+                if x.dtype in (torch.float16, torch.bfloat16):
+                    x = x.to(weight.dtype)
+                return apply_map(shift, weight, x.mT).mT
 
         return unit_inputs
+
+    def _can_fold(self, last: nn.Linear, like: Tensor) -> bool:
+        """Whether a linear layer gives the features in the precision of the map after them."""
+        weight = last.weight
+        is_same = (weight.dtype, weight.device) == (like.dtype, like.device)
+        return is_same and not _is_autocast(like) and last.out_features == self.feature_dim
 
     def _is_affine(self) -> bool:
         """Whether embedding and scaling are those made here, with nothing hooked to them."""
@@ -162,10 +183,11 @@ class DAK(PyroModule):
         has_own_methods = (
             type(self).unit_inputs is DAK.unit_inputs and type(self).embed is DAK.embed
         )
-        parts = [scaling] if embedding is None else [embedding, scaling]
-        has_hooks = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        is_plain = embedding is None or (type(embedding) is nn.Linear and embedding.bias is None)
-        return has_own_methods and is_plain and not has_hooks and type(scaling) in SCALINGS.values()
+        is_linear = embedding is None or (
+            type(embedding) is nn.Linear and embedding.bias is None and is_plain(embedding)
+        )
+        is_known = type(scaling) in SCALINGS.values() and is_plain(scaling)
+        return has_own_methods and is_linear and is_known
 
     def embed(self, features: Tensor) -> Tensor:
         """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
@@ -270,10 +292,12 @@ class DAK(PyroModule):
 
 def own_precision(like: Tensor) -> AbstractContextManager[Any]:
     """A context without autocast; where there is none already, it costs nothing."""
+    return torch.autocast(like.device.type, enabled=False) if _is_autocast(like) else nullcontext()
+
+
+def _is_autocast(like: Tensor) -> bool:
     kind = like.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -303,30 +327,34 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    if any(mode for _, mode in modes):
+    parts = [part for module in modules for part in module.modules()]
+    modes = [part.training for part in parts]
+    if any(modes):
         for module in modules:
             module.eval()
     try:
-        with torch.no_grad(), local_parameters(*modules):
+        with torch.no_grad(), _local_parameters(parts):
             yield
     finally:
-        for module, mode in modes:
-            if module.training != mode:
-                module.training = mode
+        for part, mode in zip(parts, modes, strict=True):
+            if part.training != mode:
+                part.training = mode
 
 
-@contextmanager
-def local_parameters(*modules: nn.Module) -> Iterator[None]:
+def local_parameters(*modules: nn.Module) -> AbstractContextManager[None]:
     """Parameters inside their modules, not in Pyro's global store, for these Pyro modules.
 
     Pyro prepares a module for this only if it was made under the setting; autoguides made before
     are prepared here.
     """
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
-                part._pyro_context.param_state = {"params": {}, "constraints": {}}
+    return _local_parameters([part for module in modules for part in module.modules()])
+
+
+@contextmanager
+def _local_parameters(parts: list[nn.Module]) -> Iterator[None]:
+    for part in parts:
+        if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
+            part._pyro_context.param_state = {"params": {}, "constraints": {}}
     with pyro.settings.context(module_local_params=True):
         yield
 

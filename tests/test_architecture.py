@@ -14,7 +14,7 @@ PACKAGE = ROOT / "pyro_dak"
 # Modules in one line may not import each other; all may import any line above theirs.
 TORCH_ONLY = [
     ("validation",),
-    ("boards", "compilation", "gathers", "grids", "kernels", "optimization"),
+    ("boards", "compilation", "folding", "gathers", "grids", "kernels", "optimization"),
     ("factors",),
     ("local",),
     ("interpolation",),

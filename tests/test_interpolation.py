@@ -140,64 +140,6 @@ def test_divergence_of_terms_at_the_prior_is_exactly_zero_in_single_precision():
     assert activation.mean_field_terms(torch.rand(4, 3).float(), *weights)[2] == 0
 
 
-@pytest.mark.filterwarnings("ignore:The grid is coarse")
-@pytest.mark.parametrize("num_functions", [1, 3])
-@pytest.mark.parametrize(
-    ("level", "lengthscale"), [(1, 0.5), (1, 1.0), (3, 0.125), (3, 1.0), (9, 2.0)]
-)
-def test_fixed_moments_are_the_loop_inside_and_outside_the_grid(level, lengthscale, num_functions):
-    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(lengthscale))
-    nodes = activation.grid.inducing_points[:2].expand(2, 2)[: min(2, activation.num_inducing)]
-    bounds = torch.tensor([[-1.0, 1.0], [40.0, -40.0], [math.inf, -math.inf]])
-    h = torch.cat([torch.randn(30, 2), nodes.reshape(-1, 2), bounds])
-    loc = torch.randn(num_functions, 2, activation.num_inducing)
-    var = torch.rand_like(loc)
-    moments = activation.fixed_moments(loc, var, route="local")
-    phi = reference.phi(h, activation.grid.inducing_points, lengthscale)
-    sigma, zero = torch.ones(2), torch.zeros(num_functions)
-    expected = reference.moments_of_f(phi, loc, var.sqrt(), sigma, zero, zero)
-    assert_close(moments(h), expected, rtol=0, atol=1e-10)
-    assert_close(moments.for_compiler(h), expected, rtol=0, atol=1e-10)
-
-
-def test_fixed_moments_in_single_precision_are_those_in_double_on_a_fine_grid():
-    activation = KernelActivation(DyadicGrid(10))
-    h, loc, var = torch.rand(200, 3).float(), torch.randn(1, 3, 1023), torch.rand(1, 3, 1023)
-    mean, variance = activation.fixed_moments(loc.float(), var.float())(h)
-    expected = activation.fixed_moments(loc, var)(h.double())
-    assert (variance > 0).all()
-    assert_close((mean.double(), variance.double()), expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize(("level", "lengthscale"), [(2, 0.25), (3, 1.0), (6, 1.0)])
-def test_fixed_variance_next_to_a_node_that_is_known_is_exact_in_single_precision(
-    level, lengthscale
-):
-    """The finest level is unknown, the others nearly known: towards them the variance vanishes."""
-    activation = KernelActivation(DyadicGrid(level), LaplaceKernel(lengthscale))
-    M = activation.num_inducing
-    var = torch.full((1, 1, M), 1e-8)
-    var[..., M // 2 :] = 1
-    nodes = activation.grid.inducing_points
-    steps = torch.logspace(-8, -1, 40) * activation.grid.spacing
-    h = (nodes.unsqueeze(-1) - steps).reshape(-1, 1).float()
-    moments = activation.fixed_moments(0 * var.float(), var.float(), route="local")
-    _, expected = activation.combine_moments(h, 0 * var.float(), var.float(), route="local")
-    for found in (moments(h)[1], moments.for_compiler(h)[1]):
-        assert (found > 0).all()
-        assert_close(found, expected, rtol=3e-6, atol=0)
-
-
-def test_nan_shows_in_its_own_row_of_fixed_moments():
-    activation = KernelActivation(DyadicGrid(3))
-    loc = torch.randn(2, 3, 7)
-    h = torch.rand(4, 3)
-    h[1, 2] = math.nan
-    moments = activation.fixed_moments(loc, loc.square(), route="local")
-    for part in (*moments(h), *moments.for_compiler(h)):
-        assert torch.equal(part.isnan().any(-1), torch.tensor([False, True, False, False]))
-
-
 @pytest.mark.parametrize("delta", [1e-6, 0.01, 0.5, 1.0, 1.01, 30.0, 1e5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ratio_of_hyperbolic_sines_is_exact_on_fine_and_coarse_grids(delta, dtype):
