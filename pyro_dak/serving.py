@@ -19,11 +19,11 @@ _MANY_ROWS, _MANY_ROWS_PER_NODE = 2048, 16
 
 
 class ServingConstants(NamedTuple):
-    """Constants of `FixedMoments` for a grid of M nodes and the same number added on either side.
+    """Constants of `FixedMoments` for a grid of M nodes.
 
     Grid coordinates are x = scale h + offset, with nodes 1 to M in the grid. Means decay by
     exp(-k delta) over k spacings, variances and covariances of neighbours by the square of this:
-    `decay`, `(3, 1, 1, M)`, for k = 1 .. M.
+    `decay`, `(3, 1, 1, M + 1)`, for k = 1 .. M + 1.
     """
 
     intervals: IntervalConstants
@@ -34,7 +34,7 @@ class ServingConstants(NamedTuple):
 
 def serving_constants(intervals: IntervalConstants, low: float, spacing: float) -> ServingConstants:
     """The constants of a grid, computed in float64 and then cast."""
-    steps = torch.arange(1, intervals.num_nodes + 1, dtype=torch.float64)
+    steps = torch.arange(1, intervals.num_nodes + 2, dtype=torch.float64)
     decay = (-intervals.delta * steps).exp()
     decay = torch.stack([decay, decay.square(), decay.square()]).view(3, 1, 1, -1)
     offset = torch.tensor(-low / spacing).to(intervals.low)
@@ -144,9 +144,9 @@ class FixedMoments:
         if self._extended is None:
             own, decay = self.grid, self.constants.decay
             table = own.table.view(*own.table.shape[:2], -1, own.high + 2)
-            before, after = table[..., :1] * decay.flip(-1), table[..., -1:] * decay
-            low = -decay.shape[-1]
-            self._extended = _Nodes(torch.cat([before, table, after], -1), low)
+            before = table[..., :1] * decay[..., :-1].flip(-1)
+            after = table[..., -1:] * decay
+            self._extended = _Nodes(torch.cat([before, table, after], -1), -before.shape[-1])
         return self._extended
 
     def for_compiler(
