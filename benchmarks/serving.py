@@ -1,7 +1,8 @@
 """Prediction of mean and variance, side by side: many rows at once, and a single row.
 
 Case c: all regression models in the kin40k setting, after one step, against the forward pass of the
-plain network; DAK compiled too, also against the compiled forward pass.
+plain network; DAK compiled too, also against the compiled forward pass. Then NN and DAK-CF on
+features with a ReLU, where no linear layer ends the network to be folded into the embedding.
 """
 
 from functools import partial
@@ -28,11 +29,12 @@ def _compiled_moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.
     return prediction.mean, prediction.variance
 
 
-def _fitted(name: str, level: int) -> Any:
+def _fitted(name: str, level: int, relu_output: bool = False) -> Any:
     """A model that has seen one batch, so that all that prediction needs is there."""
     torch.manual_seed(0)
     x, y = torch.randn(256, 8), torch.randn(256, 1)
-    options = {"level": level} if name.startswith("dak") else {}
+    options: dict[str, Any] = {"level": level} if name.startswith("dak") else {}
+    options |= {"relu_output": True} if relu_output else {}
     recipe = Recipe(epochs=1, batch_size=256)
     model = models.build(name, 8, feature_dim=64, recipe=recipe, **options)
     model.fit(x, y)
@@ -41,33 +43,40 @@ def _fitted(name: str, level: int) -> Any:
 
 def case_c(repetitions: int, quick: bool) -> list[Row]:
     """Rows per second of `predict`, and ratios to the network's forward pass and `predict`."""
-    candidates = {f"dak_cf M={2**level - 1}": _fitted("dak_cf", level) for level in (3, 6, 10)}
     names = ["nn"] if quick else ["nn", "dak_mc", "nn_svgp", "svdkl", "avdkl"]
-    candidates = {name: _fitted(name, 3) for name in names} | candidates
-    table = []
+    table = _compare(names, repetitions, quick, relu_output=False)
+    return table + ([] if quick else _compare(["nn"], repetitions, quick, relu_output=True))
+
+
+def _compare(names: list[str], repetitions: int, quick: bool, relu_output: bool) -> list[Row]:
+    candidates = {name: _fitted(name, 3, relu_output) for name in names}
+    dak = {
+        f"dak_cf M={2**level - 1}": _fitted("dak_cf", level, relu_output) for level in (3, 6, 10)
+    }
+    candidates |= dak
     forward = torch.no_grad()(candidates["nn"].network.forward)
     compiled_forward = torch.no_grad()(torch.compile(candidates["nn"].network, dynamic=True))
+    table = []
     for num_rows in (64, 1) if quick else (16_384, 1):
+        setting = f"{num_rows} rows{', ReLU on the features' if relu_output else ''}"
         x = torch.randn(num_rows, 8)
         calls: dict[str, Any] = {name: partial(_moments, m, x) for name, m in candidates.items()}
         calls["network forward"] = partial(forward, x)
         compiled = {}
         if not quick:
-            dak = {k: v for k, v in candidates.items() if k.startswith("dak_cf")}
             compiled = {f"{k} compiled": partial(_compiled_moments, v, x) for k, v in dak.items()}
             compiled["network forward compiled"] = partial(compiled_forward, x)
-        calls |= compiled
-        timings = time_side_by_side(calls, repetitions)
-        part = rows("c", f"{num_rows} rows", timings, "network forward")
+        timings = time_side_by_side(calls | compiled, repetitions)
+        part = rows("c", setting, timings, "network forward")
         table += [row | {"rows_per_second": 1e3 * num_rows / row["milliseconds"]} for row in part]
         if compiled:
             own = {name: timings[name] for name in compiled}
-            table += rows("c", f"{num_rows} rows, compiled", own, "network forward compiled")
+            table += rows("c", f"{setting}, compiled", own, "network forward compiled")
         predicting = {k: v for k, v in timings.items() if not k.startswith("network forward")}
-        table += rows("c", f"{num_rows} rows, of `predict` of the network", predicting, "nn")
+        table += rows("c", f"{setting}, of `predict` of the network", predicting, "nn")
         for ending in ("", " compiled") if compiled else ("",):
             growth = {
                 f"dak_cf M={M}{ending}": timings[f"dak_cf M={M}{ending}"] for M in (7, 63, 1023)
             }
-            table += rows("c", f"{num_rows} rows, growth with M", growth, f"dak_cf M=7{ending}")
+            table += rows("c", f"{setting}, growth with M", growth, f"dak_cf M=7{ending}")
     return table
