@@ -1,5 +1,6 @@
 """The state of a training run, its loop, and its checkpoints; `fit` is the way in."""
 
+import json
 import math
 import signal
 import sys
@@ -297,6 +298,7 @@ class Run:
         if state is None or trainer is None:
             raise CheckpointError(f"{path}: is a saved model, not a checkpoint of a training run.")
         self._check_settings(path, state)
+        self._check_description(path, config)
         try:
             load_module_tensors(self.model, self.guide, tensors)
         except RuntimeError as error:
@@ -329,6 +331,33 @@ class Run:
                 f"`resume_from` ({path}) was made with other settings ({'; '.join(different)}). "
                 "Use the same ones, or load the weights and start anew."
             )
+
+    def _check_description(self, path: Path, config: dict[str, Any]) -> None:
+        """Raise if the checkpoint is of another model, also where weights of the same shapes fit.
+
+        Parts that cannot be described are not compared, nor is a noise that is learned.
+        """
+        now = json.loads(json.dumps(self._description()))
+        different = []
+        for part in ("model", "guide"):
+            before, after = (_without_learned(c.get(part) or {}) for c in (config, now))
+            common = before.keys() & after.keys()
+            changed = sorted(k for k in common if before[k] != after[k])
+            different += [f"{k}: {before[k]} then, {after[k]} now" for k in changed]
+        if different:
+            raise CheckpointError(
+                f"{path}: is of another model or guide ({'; '.join(different)}). "
+                "Build the same ones, or start anew."
+            )
+
+
+def _without_learned(description: dict[str, Any]) -> dict[str, Any]:
+    """A description without the level of a noise that is learned."""
+    likelihood = description.get("likelihood") or {}
+    if not likelihood.get("learn"):
+        return description
+    kept = {k: v for k, v in likelihood.items() if k != "noise_scale"}
+    return description | {"likelihood": kept}
 
 
 _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy")

@@ -23,8 +23,10 @@ from pyro_dak import (
     ClosedFormELBO,
     GaussianLikelihood,
     HorseshoePrior,
+    LaplaceKernel,
     LocalReparamELBO,
     MeanFieldGuide,
+    NormalPrior,
     TrainingError,
     fit,
     load,
@@ -527,6 +529,40 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
         train(*make_model(num_units=2), resume_from=tmp_path)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         train(*make_model(), resume_from=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": LaplaceKernel(2.0)}, "kernel: .*1.0.* then, .*2.0.* now"),
+        ({"bounds": (0.0, 2.0)}, "bounds: .*1.0.* then, .*2.0.* now"),
+        ({"prior": {"z": NormalPrior(0.0, 2.0)}}, "prior: "),
+        ({"likelihood": GaussianLikelihood(0.3, learn=False)}, "likelihood: "),
+    ],
+)
+def test_resuming_another_model_is_refused_where_all_weights_fit(tmp_path, options, message):
+    fixed_noise = {"likelihood": GaussianLikelihood(0.2, learn=False)}
+    train(*make_model(**fixed_noise), checkpoint_dir=tmp_path)
+    model, guide = make_model(**(fixed_noise | options))
+    before = module_tensors(model, guide)
+    with pytest.raises(CheckpointError, match=f"another model or guide .*{message}"):
+        train(model, guide, resume_from=tmp_path)
+    assert_same(module_tensors(model, guide), before)
+
+
+def test_resuming_with_another_scaling_is_refused(tmp_path):
+    train(*make_model(), checkpoint_dir=tmp_path)
+    model, guide = make_model()
+    model.scaling.num_std = 8.0
+    with pytest.raises(CheckpointError, match=r"num_std': 3.0.* then, .*num_std': 8.0"):
+        train(model, guide, resume_from=tmp_path)
+
+
+def test_a_learned_noise_may_start_elsewhere_when_resuming(tmp_path):
+    train(*make_model(), epochs=4, checkpoint_dir=tmp_path)
+    resumed = make_model(likelihood=GaussianLikelihood(0.7))
+    train(*resumed, epochs=4, resume_from=tmp_path)
+    assert_same(module_tensors(*resumed), parameters_after(epochs=4))
 
 
 @pytest.fixture(scope="module")
