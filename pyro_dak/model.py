@@ -262,17 +262,22 @@ class DAK(PyroModule):
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
+        return self.fixed_residual_variance(h)(h)
+
+    def fixed_residual_variance(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """`residual_variance` as a function of h, for many calls, in the precision of `like`."""
         if self.has_shrinkage:
             raise NotImplementedError(
                 "The residual variance is not known with a prior on `shrinkage`; predict without."
             )
-        var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
+        var = self.prior_distribution("z", like).variance.expand(self.site_shapes["z"])
         if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
             raise NotImplementedError(
                 "The residual variance needs a prior of `z` with finite variance, the same at "
                 "every node of a unit; predict without it."
             )
-        return self.layer.unit_residuals(h) @ var[..., 0].to(h).mT
+        layer, by_unit = self.layer, var[..., 0].to(like).mT  # (P, F)
+        return lambda h: layer.unit_residuals(h) @ by_unit
 
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites, `(..., N, F)`.

@@ -170,10 +170,11 @@ def function_moments(
         of_weights = partial(_moments_of_draws, model, sites)
     if not residual_variance:
         return of_weights
+    residual = model.fixed_residual_variance(model.layer.log_unit_scale)
 
     def moments(h: Tensor) -> FunctionMoments:
         q = of_weights(h)
-        return q._replace(var=q.var + model.residual_variance(h))
+        return q._replace(var=q.var + residual(h))
 
     return moments
 

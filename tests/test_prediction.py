@@ -384,6 +384,7 @@ def test_training_works_after_inference_mode():
 
 COMPILED = """
 import warnings, torch
+from itertools import product
 from torch.testing import assert_close
 from torch import nn
 from pyro_dak import DAK, CategoricalLikelihood, FullRankGuide, GaussianLikelihood, MeanFieldGuide
@@ -403,14 +404,15 @@ for guide_class, likelihood, num_outputs in cases:
     guide = guide_class(model, init_scale=0.4, init_loc_scale=0.7)
     for weights in range(2):
         before = torch._dynamo.utils.counters["frames"]["ok"]
-        for num_rows in (40, 17, 1):
+        for num_rows, residual in product((40, 17, 1), (False, True)):
+            options = {"method": "probit", "chunk_size": 25, "residual_variance": residual}
             eager, compiled = (
-                predict(model, guide, x[:num_rows], method="probit", chunk_size=25, compile=how)
-                for how in (False, True)
+                predict(model, guide, x[:num_rows], compile=how, **options) for how in (False, True)
             )
             assert_close(compiled.functions[:2], eager.functions[:2])
         num_compiled = torch._dynamo.utils.counters["frames"]["ok"] - before
         assert num_compiled == 0 if weights else num_compiled >= 1, num_compiled
+        assert not torch._dynamo.utils.counters["graph_break"]
         with torch.no_grad():  # what is compiled must read the weights, not remember them
             for parameter in (*network.parameters(), *guide.parameters()):
                 parameter.mul_(1.1)
