@@ -8,7 +8,8 @@ from pyro_dak.arviz_export import to_arviz
 from pyro_dak.checkpoint import CheckpointError, load, save
 from pyro_dak.comparison import compare_posteriors
 from pyro_dak.grids import DyadicGrid
-from pyro_dak.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
+from pyro_dak.guides import MeanFieldGuide, UnitBlockGuide
+from pyro_dak.joint_guides import FullRankGuide, LowRankGuide
 from pyro_dak.kernels import LaplaceKernel, MaternKernel, RBFKernel
 from pyro_dak.likelihoods import (
     BernoulliLikelihood,

@@ -13,21 +13,15 @@ from pyro_dak import local
 from pyro_dak.factors import dense_inverse_factor, sparse_inverse_factor
 from pyro_dak.gathers import gather, pick, stack_batches
 from pyro_dak.grids import DyadicGrid
-from pyro_dak.interpolation import (
-    interpolated_moments,
-    interval_constants,
-    mean_field_terms,
-)
+from pyro_dak.interpolation import interpolated_moments, mean_field_terms
 from pyro_dak.kernels import Kernel, LaplaceKernel
-from pyro_dak.serving import FixedMoments, ServingConstants, serving_constants
+from pyro_dak.local_constants import LocalConstants, local_constants
+from pyro_dak.serving import FixedMoments
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
 __all__ = ["KernelActivation", "Route", "dense_is_faster"]
 
 Route = Literal["auto", "dense", "local"]
-
-# Up to this many nodes L_U is kept dense; above, in compressed rows with at most L non-zeros each.
-_MAX_DENSE_NODES = 127
 
 
 def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
@@ -42,17 +36,11 @@ def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
 
 
 class _Constants(NamedTuple):
-    """Grid constants in one dtype on one device."""
+    """Constants in one dtype on one device: of the local route, or a factor for the dense one."""
 
-    levels: list[local.LevelConstants]
-    features: local.FeatureConstants | None
-    node_map: local.LinearMap | None  # L_U with sorted rows, (M, M)
-    table_map: local.LinearMap | None  # see `local.table_map`, (5 M + 5, 2 M)
-    node_table_map: local.LinearMap | None  # see `local.node_table_map`, (3 M + 6, 2 M)
-    intervals: Any  # IntervalConstants, or None for kernels that are not Markov
-    serving: ServingConstants | None
     inducing_points: Tensor
-    factor: Tensor | None  # dense L_U^{-T} of kernels that are not Markov, (M, M)
+    local: LocalConstants | None  # for Markov kernels
+    factor: Tensor | None  # L_U^{-T} of the others, (M, M)
 
 
 class KernelActivation(nn.Module):
@@ -125,8 +113,9 @@ class KernelActivation(nn.Module):
         constants = self._constants(h.dtype, h.device)
         if constants.factor is not None:
             return self.kernel(h, constants.inducing_points) @ constants.factor
-        assert constants.features is not None
-        index, value = local.level_features(self._coordinates(h), constants.features, self.delta)
+        assert constants.local is not None
+        features = constants.local.features
+        index, value = local.level_features(self._coordinates(h), features, self.delta)
         return h.new_zeros(*h.shape, self.num_inducing).scatter(-1, index, value)
 
     def residual_variance(self, h: Tensor) -> Tensor:
@@ -230,9 +219,7 @@ class KernelActivation(nn.Module):
         """
         if self._takes_dense_route(route, loc):
             return lambda h: self.combine_moments(h, loc, var, route="dense")
-        constants = self._local_constants(loc).serving
-        assert constants is not None
-        return FixedMoments(self.node_table(loc, var), constants)
+        return FixedMoments(self.node_table(loc, var), self._local_constants(loc).serving)
 
     def mean_field_moments(
         self,
@@ -314,7 +301,6 @@ class KernelActivation(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`interpolated_moments` of h `(E, P, N)` with sigma `(P,)` or `(E, P)`."""
         constants = self._local_constants(h).intervals
-        assert constants is not None
         if unit_scale is not None and unit_scale.dim() == 1:
             unit_scale = unit_scale.unsqueeze(0)
         return interpolated_moments(h, table, unit_scale, constants)
@@ -394,13 +380,15 @@ class KernelActivation(nn.Module):
     def _coordinates(self, h: Tensor) -> Tensor:
         return (h - self.grid.bounds[0]) / self.grid.spacing
 
-    def _local_constants(self, like: Tensor) -> _Constants:
+    def _local_constants(self, like: Tensor) -> LocalConstants:
         if not self.has_local_route:
             raise ValueError(
                 f"`kernel` must be Markov for the local route; got {type(self.kernel).__name__}. "
                 'Use LaplaceKernel, or route="dense".'
             )
-        return self._constants(like.dtype, like.device)
+        constants = self._constants(like.dtype, like.device).local
+        assert constants is not None
+        return constants
 
     def prepare(self, like: Tensor) -> None:
         """Compute the constants for tensors like this one, ahead of compilation, say."""
@@ -416,27 +404,8 @@ class KernelActivation(nn.Module):
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
         U = self.grid.inducing_points.to(device, dtype)
         if self._factor is not None:
-            factor = self._factor.to(device, dtype)
-            return _Constants([], None, None, None, None, None, None, U, factor)
-        levels = local.level_constants(self.grid.level, self.delta, dtype, device)
-        features = local.feature_constants(self.grid.level, self.delta, dtype, device)
-        low, spacing = self.grid.bounds[0], self.grid.spacing
-        intervals = interval_constants(self.num_inducing, low, spacing, self.delta, dtype, device)
-        serving = serving_constants(intervals, low, spacing)
-        if device.type == "meta":
-            return _Constants(levels, features, None, None, None, intervals, serving, U, None)
-        is_dense = self.num_inducing <= _MAX_DENSE_NODES
-        node_map, table_map, node_table_map = (
-            local.LinearMap(matrix.to(device, dtype), is_dense)
-            for matrix in (
-                local.node_maps(self.grid.level, self.delta)[0],
-                local.table_map(self.grid.level, self.delta),
-                local.node_table_map(self.grid.level, self.delta),
-            )
-        )
-        return _Constants(
-            levels, features, node_map, table_map, node_table_map, intervals, serving, U, None
-        )
+            return _Constants(U, None, self._factor.to(device, dtype))
+        return _Constants(U, local_constants(self.grid, self.delta, dtype, device), None)
 
 
 def _flat(value: Tensor) -> Tensor:

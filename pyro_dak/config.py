@@ -13,7 +13,7 @@ import pyro.infer.autoguide as autoguide
 import torch
 from torch import Tensor, nn
 
-from pyro_dak import guides, kernels, likelihoods, priors
+from pyro_dak import guides, joint_guides, kernels, likelihoods, priors
 from pyro_dak.model import DAK, evaluating, local_parameters
 from pyro_dak.scaling import SCALINGS, MinMax, Standardize
 
@@ -53,8 +53,8 @@ _LIKELIHOODS: dict[str, Callable[..., likelihoods.Likelihood]] = {
 _GUIDES = {
     c.__name__: c
     for c in (
-        guides.FullRankGuide,
-        guides.LowRankGuide,
+        joint_guides.FullRankGuide,
+        joint_guides.LowRankGuide,
         guides.MeanFieldGuide,
         guides.UnitBlockGuide,
     )

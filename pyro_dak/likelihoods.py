@@ -2,9 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
-import numpy
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from pyro_dak.gaussian import (
     log_normalizer_bound,
     total_expected_log_normal,
 )
+from pyro_dak.quadrature import gauss_hermite, log_expectation
 from pyro_dak.validation import check_finite, check_floating, check_positive
 
 __all__ = [
@@ -75,7 +74,7 @@ class Likelihood(nn.Module, ABC):
         The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
         function, for likelihoods with one function per output that are smooth on the scale of q(f).
         """
-        nodes, weights = _gauss_hermite(moments.mean, moments.var)
+        nodes, weights = gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
         epistemic = (weights * (y.mean - mean).square()).sum(0)
@@ -83,7 +82,7 @@ class Likelihood(nn.Module, ABC):
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above."""
-        nodes, weights = _gauss_hermite(moments.mean, moments.var)
+        nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
@@ -99,47 +98,6 @@ class Likelihood(nn.Module, ABC):
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         """Raise if targets are not in the support; reads the values, so it is for entry points."""
         check_finite("y", y)
-
-
-def _gauss_hermite(mean: Tensor, var: Tensor, num_nodes: int = 48) -> tuple[Tensor, Tensor]:
-    """Nodes `(Q, *shape)` and weights `(Q, 1, .., 1)` of expectations under N(mean, var)."""
-    x, w = numpy.polynomial.hermite_e.hermegauss(num_nodes)
-    shape = (num_nodes, *[1] * mean.dim())
-    nodes = mean.new_tensor(x).reshape(shape)
-    weights = mean.new_tensor(w / w.sum()).reshape(shape)
-    return mean + var.sqrt() * nodes, weights
-
-
-def _log_expectation(
-    log_prob_fn: Callable[[Tensor], Tensor],
-    slope_and_curvature_fn: Callable[[Tensor], tuple[Tensor, Tensor]],
-    mean: Tensor,
-    var: Tensor,
-) -> Tensor:
-    """log E exp(log_prob_fn(f)) under f ~ N(mean, var), elementwise, for a log-concave function.
-
-    Gauss-Hermite quadrature around the mode of the integrand, found by Newton's method with steps
-    of at most a few standard deviations, with the curvature there: exact where a sharp likelihood
-    would fall between nodes that are spread over q(f).
-
-    Args:
-        log_prob_fn: the logarithm of the integrand.
-        slope_and_curvature_fn: its first and (negative) second derivative.
-        mean: of q(f).
-        var: of q(f), positive.
-    """
-    mode = mean.clone()
-    for _ in range(50):
-        slope, curvature = slope_and_curvature_fn(mode)
-        precision = 1 / var - curvature
-        step = (slope - (mode - mean) / var) / precision
-        mode = mode + step.clamp(-4, 4)
-    width = (1 / var - slope_and_curvature_fn(mode)[1]).rsqrt()
-    nodes, weights = _gauss_hermite(mode, width.square())
-    # The integrand over the density of the nodes, N(mode, width^2).
-    log_q = -0.5 * ((nodes - mean).square() / var + var.log())
-    log_nodes = -0.5 * (((nodes - mode) / width).square() + 2 * width.log())
-    return torch.logsumexp(log_prob_fn(nodes) + log_q - log_nodes + weights.log(), 0)
 
 
 def _as_columns(y: Tensor, num_outputs: int) -> Tensor:
@@ -272,7 +230,7 @@ class HeteroscedasticLikelihood(Likelihood):
         """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
         mean, _ = moments.mean.chunk(2, -1)
         var, _ = moments.var.chunk(2, -1)
-        nodes, weights = _gauss_hermite(moments.mean.chunk(2, -1)[1], moments.var.chunk(2, -1)[1])
+        nodes, weights = gauss_hermite(moments.mean.chunk(2, -1)[1], moments.var.chunk(2, -1)[1])
         eta = nodes + self.log_noise_var_offset
         element = dist.Normal(mean, (var + eta.exp()).sqrt())
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
@@ -385,7 +343,7 @@ class BernoulliLikelihood(Likelihood):
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """With p = sigmoid(f): E p, Var p and E p (1 - p)."""
-        nodes, weights = _gauss_hermite(moments.mean, moments.var)
+        nodes, weights = gauss_hermite(moments.mean, moments.var)
         p = nodes.sigmoid()
         mean = (weights * p).sum(0)
         return mean, (weights * (p - mean).square()).sum(0), (weights * p * (1 - p)).sum(0)
@@ -398,7 +356,7 @@ class BernoulliLikelihood(Likelihood):
             p = (sign * f).sigmoid()
             return sign * (1 - p), -p * (1 - p)
 
-        return _log_expectation(
+        return log_expectation(
             lambda f: nn.functional.logsigmoid(sign * f),
             slope_and_curvature_fn,
             moments.mean,
@@ -434,13 +392,13 @@ class PoissonLikelihood(Likelihood):
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E exp(y f - exp f) / y!, by quadrature around the mode."""
-        log_expectation = _log_expectation(
+        log_probs = log_expectation(
             lambda f: y * f - f.exp() - torch.lgamma(y + 1),
             lambda f: (y - f.exp(), -f.exp()),
             moments.mean,
             moments.var.clamp(min=torch.finfo(moments.var.dtype).tiny),
         )
-        return log_expectation.sum(-1)
+        return log_probs.sum(-1)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         return _as_columns(y.to(torch.get_default_dtype()), num_outputs)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dak.guides import FullRankGuide
+from pyro_dak.joint_guides import FullRankGuide
 from pyro_dak.likelihoods import GaussianLikelihood
 from pyro_dak.model import DAK, evaluating
 from pyro_dak.validation import check_finite

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pyro_dak.draws import Draws, Posterior, as_guide, draw_posterior
-from pyro_dak.guides import FullRankGuide, GaussianGuide, LowRankGuide, UnitBlockGuide
+from pyro_dak.guides import GaussianGuide, UnitBlockGuide
+from pyro_dak.joint_guides import FullRankGuide, LowRankGuide
 from pyro_dak.model import DAK
 
 __all__ = ["GaussianFit", "gaussian_fit", "wasserstein_2"]
