@@ -163,6 +163,11 @@ def describe_model(model: DAK) -> Description:
     grid = model.layer.activation.grid
     scaling = model.scaling
     names = {cls: name for name, cls in SCALINGS.items()}
+    if type(scaling) not in names:
+        raise ValueError(
+            f"{type(scaling).__name__} is a scaling of your own: it cannot be stored as data. "
+            "Store the state_dict of the model instead."
+        )
     scaling_arguments: tuple[str, ...] = {
         Standardize: ("momentum", "num_std", "eps"),
         MinMax: ("momentum", "eps"),

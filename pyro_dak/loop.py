@@ -335,15 +335,12 @@ class Run:
     def _check_description(self, path: Path, config: dict[str, Any]) -> None:
         """Raise if the checkpoint is of another model, also where weights of the same shapes fit.
 
-        Parts that cannot be described are not compared, nor is a noise that is learned.
+        Not compared are models that cannot be described, parts of them that are only known by
+        their weights, and a noise that is learned.
         """
         now = json.loads(json.dumps(self._description()))
-        different = []
-        for part in ("model", "guide"):
-            before, after = (_without_learned(c.get(part) or {}) for c in (config, now))
-            common = before.keys() & after.keys()
-            changed = sorted(k for k in common if before[k] != after[k])
-            different += [f"{k}: {before[k]} then, {after[k]} now" for k in changed]
+        then, now = ({k: c.get(k) for k in ("model", "guide")} for c in (config, now))
+        different = list(_differences(then, now))
         if different:
             raise CheckpointError(
                 f"{path}: is of another model or guide ({'; '.join(different)}). "
@@ -351,13 +348,20 @@ class Run:
             )
 
 
-def _without_learned(description: dict[str, Any]) -> dict[str, Any]:
-    """A description without the level of a noise that is learned."""
-    likelihood = description.get("likelihood") or {}
-    if not likelihood.get("learn"):
-        return description
-    kept = {k: v for k, v in likelihood.items() if k != "noise_scale"}
-    return description | {"likelihood": kept}
+def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
+    """What both of two descriptions say, and say differently."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        is_learned = then.get("learn") is True and now.get("learn") is True
+        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
+            yield from _differences(then[key], now[key], f"{name}.{key}" if name else key)
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        for i, pair in enumerate(zip(then, now, strict=True)):
+            yield from _differences(*pair, f"{name}[{i}]")
+    elif isinstance(then, int | float) and isinstance(now, int | float):
+        if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
+            yield f"{name}: {then} then, {now} now"
+    elif type(then) is type(now) and then != now:
+        yield f"{name}: {then} then, {now} now"
 
 
 _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy")
