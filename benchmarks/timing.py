@@ -30,10 +30,15 @@ def time_side_by_side(
     repetitions: int = 7,
     seconds_per_repetition: float = 0.03,
 ) -> dict[str, Timing]:
-    """Time each candidate once per round, `repetitions` rounds, each long enough to be measured."""
+    """Time each candidate once per round, `repetitions` rounds, each long enough to be measured.
+
+    A call that is not timed goes before each, so that nobody pays for what the one before left in
+    the caches, or gave back to the system; and three before all, for compilers.
+    """
     calls = {}
     for name, fn in candidates.items():
-        fn()
+        for _ in range(3):
+            fn()
         start = time.perf_counter()
         fn()
         once = time.perf_counter() - start
@@ -41,6 +46,7 @@ def time_side_by_side(
     rounds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repetitions):
         for name, fn in candidates.items():
+            fn()
             start = time.perf_counter()
             for _ in range(calls[name]):
                 fn()

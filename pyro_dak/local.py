@@ -295,14 +295,21 @@ def table_map(level: int, delta: float) -> Float[Tensor, "five_m_plus_5 two_m"]:
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
 
 
-def node_table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
+def node_table_map(
+    table: Float[Tensor, "five_m_plus_5 two_m"], delta: float
+) -> Float[Tensor, "three_m_plus_6 two_m"]:
     """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
 
     Rows: the means of nodes 0 to M + 1, their variances, and twice the covariance of each with the
     next node. Nodes outside the grid continue the process where nothing more is known: each is
     exp(-delta) times its neighbour. Sparse, like `node_maps`.
+
+    Args:
+        table: from `table_map`.
+        delta: spacing of the grid over the lengthscale.
     """
-    R, T, M = 2**level, 2**level + 1, 2**level - 1
+    R = len(table) // 5
+    T, M = R + 1, R - 1
     rho = math.exp(-delta)
     j = torch.arange(R)
     # Nodes 1 to M are left ones of the intervals of `table_map`; node 1 is the right one of
@@ -317,11 +324,11 @@ def node_table_map(level: int, delta: float) -> Float[Tensor, "three_m_plus_6 tw
         (torch.tensor([3 * T - 1]), torch.tensor([2 * R + M]), 2 * rho**3),
     ]
     indices = torch.cat([torch.stack(part[:2]) for part in picked], -1)
-    values = torch.cat([torch.full(part[0].shape, part[2]).double() for part in picked])
+    values = torch.cat([torch.full(part[0].shape, part[2], dtype=torch.float64) for part in picked])
     size = (3 * T, 5 * R)
     matrix = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
     with _without_beta_warning():
-        return torch.sparse.mm(matrix, table_map(level, delta)).coalesce()
+        return torch.sparse.mm(matrix, table).coalesce()
 
 
 @contextmanager

@@ -37,17 +37,15 @@ def local_constants(
         local.level_constants(grid.level, delta, dtype, device),
         local.feature_constants(grid.level, delta, dtype, device),
         intervals,
-        serving_constants(intervals, low, spacing),
+        serving_constants(intervals),
     )
     if device.type == "meta":
         return constants
     is_dense = M <= _MAX_DENSE_NODES
+    nodes, _ = local.node_maps(grid.level, delta)
+    table = local.table_map(grid.level, delta)
     node_map, table_map, node_table_map = (
         local.LinearMap(matrix.to(device, dtype), is_dense)
-        for matrix in (
-            local.node_maps(grid.level, delta)[0],
-            local.table_map(grid.level, delta),
-            local.node_table_map(grid.level, delta),
-        )
+        for matrix in (nodes, table, local.node_table_map(table, delta))
     )
     return constants._replace(node_map=node_map, table_map=table_map, node_table_map=node_table_map)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import pyro
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from pyro_dak.activation import KernelActivation
 from pyro_dak.additive import AdditiveLayer, Weights
-from pyro_dak.folding import is_plain, split_last_linear
+from pyro_dak.folding import FoldedLinear, fold_last_linear, is_plain, is_plain_linear
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.kernels import Kernel, LaplaceKernel
 from pyro_dak.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.precision import own_precision
 from pyro_dak.priors import (
     HorseshoePrior,
     Prior,
@@ -29,7 +30,7 @@ from pyro_dak.priors import (
 from pyro_dak.scaling import SCALINGS, build_scaling
 from pyro_dak.validation import check_integer
 
-__all__ = ["DAK", "evaluating", "local_parameters", "own_precision", "with_own_tensors"]
+__all__ = ["DAK", "evaluating", "local_parameters", "with_own_tensors"]
 
 
 class DAK(PyroModule):
@@ -129,41 +130,62 @@ class DAK(PyroModule):
 
     def unit_inputs(self, x: Tensor) -> Tensor:
         """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
-        if self.input_shape is None:
-            self.input_shape = tuple(x.shape[1:])
-        return self.embed(self.feature_extractor(x))
+        if self.input_shape is None and not torch.compiler.is_compiling():
+            self.input_shape = tuple(x.shape[1:])  # compiled, it would be compiled once more
+        folded = self._fold(len(x))
+        if folded is None:
+            return self.embed(self.feature_extractor(x))
+        b = self._before_last(folded, x)
+        return self.scaling(nn.functional.linear(b, folded.weight, folded.bias))
 
-    def fixed_unit_inputs(self) -> Callable[[Tensor], Tensor]:
+    def _fold(self, num_rows: int | None) -> FoldedLinear | None:
+        """The embedding as a map of what the last linear layer of the extractor gets, if it pays.
+
+        That layer and the embedding are one matrix then, and the features are never computed.
+        """
+        embedding = self.embedding
+        if embedding is None or embedding.bias is not None or not is_plain_linear(embedding):
+            return None
+        if type(self).embed is not DAK.embed:
+            return None
+        return fold_last_linear(self.feature_extractor, embedding.weight, num_rows)
+
+    def _before_last(self, folded: FoldedLinear, x: Tensor) -> Tensor:
+        """What the folded layer gets, `(N, in_features)`."""
+        for layer in folded.layers:
+            x = layer(x)
+        if x.dim() != 2:
+            self._check_features(folded.last(x))
+        return x
+
+    def fixed_unit_inputs(self, num_rows: int | None = None) -> Callable[[Tensor], Tensor]:
         """`unit_inputs` in eval mode as a function of x, for many calls, without gradient.
 
         Embedding and scaling are one affine map, from the weights they have now, unless somebody
         has put something else in their place: then it is `unit_inputs` itself. A linear layer at
-        the end of the extractor is part of the map too: with features W_l b + v,
-
-            h = gain W (W_l b + v) + shift = (gain W W_l) b + (gain W v + shift).
+        the end of the extractor is part of that map too, where this pays for `num_rows` rows.
         """
         if not self._is_affine():
             return torch.no_grad()(self.unit_inputs)
-        check, embedding = self._check_features, self.embedding
-        layers, last = split_last_linear(self.feature_extractor)
-        gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
-        weight = gain if embedding is None else gain * embedding.weight.detach()
-        if last is not None and not self._can_fold(last, weight):
-            layers, last = [self.feature_extractor], None
+        extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
+        with torch.no_grad():
+            folded = self._fold(num_rows)
+            gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
+            if folded is not None:
+                weight = gain * folded.weight
+                if folded.bias is not None:
+                    shift = torch.addcmul(shift, gain, folded.bias.unsqueeze(-1))
+            else:
+                weight = gain if embedding is None else gain * embedding.weight
         apply_map = torch.addcmul if embedding is None else torch.addmm
-        if last is not None:
-            if last.bias is not None:
-                shift = apply_map(shift, weight, last.bias.detach().unsqueeze(-1))
-            last_weight = last.weight.detach()
-            weight = weight * last_weight if embedding is None else weight @ last_weight
-            apply_map = torch.addmm
 
         @torch.no_grad()
         def unit_inputs(x: Tensor) -> Tensor:
-            for layer in layers:
-                x = layer(x)
-            if last is None or x.dim() != 2:
-                check(x if last is None else last(x))
+            if folded is None:
+                x = extractor(x)
+                check(x)
+            else:
+                x = self._before_last(folded, x)
             with own_precision(x):  # mixed precision is for the network
                 if x.dtype in (torch.float16, torch.bfloat16):
                     x = x.to(weight.dtype)
@@ -171,21 +193,13 @@ class DAK(PyroModule):
 
         return unit_inputs
 
-    def _can_fold(self, last: nn.Linear, like: Tensor) -> bool:
-        """Whether a linear layer gives the features in the precision of the map after them."""
-        weight = last.weight
-        is_same = (weight.dtype, weight.device) == (like.dtype, like.device)
-        return is_same and not _is_autocast(like) and last.out_features == self.feature_dim
-
     def _is_affine(self) -> bool:
         """Whether embedding and scaling are those made here, with nothing hooked to them."""
         embedding, scaling = self.embedding, self.scaling
         has_own_methods = (
             type(self).unit_inputs is DAK.unit_inputs and type(self).embed is DAK.embed
         )
-        is_linear = embedding is None or (
-            type(embedding) is nn.Linear and embedding.bias is None and is_plain(embedding)
-        )
+        is_linear = embedding is None or (is_plain_linear(embedding) and embedding.bias is None)
         is_known = type(scaling) in SCALINGS.values() and is_plain(scaling)
         return has_own_methods and is_linear and is_known
 
@@ -262,10 +276,14 @@ class DAK(PyroModule):
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
-        return self.fixed_residual_variance(h)(h)
+        return self._residual_fn(h)(h)
 
     def fixed_residual_variance(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """`residual_variance` as a function of h, for many calls, in the precision of `like`."""
+        is_own = type(self).residual_variance is DAK.residual_variance
+        return self._residual_fn(like) if is_own else self.residual_variance
+
+    def _residual_fn(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         if self.has_shrinkage:
             raise NotImplementedError(
                 "The residual variance is not known with a prior on `shrinkage`; predict without."
@@ -293,16 +311,6 @@ class DAK(PyroModule):
         }
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
-
-
-def own_precision(like: Tensor) -> AbstractContextManager[Any]:
-    """A context without autocast; where there is none already, it costs nothing."""
-    return torch.autocast(like.device.type, enabled=False) if _is_autocast(like) else nullcontext()
-
-
-def _is_autocast(like: Tensor) -> bool:
-    kind = like.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -19,7 +19,8 @@ from torch import Tensor
 from pyro_dak.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.guides import GaussianGuide, MeanFieldGuide
 from pyro_dak.likelihoods import Likelihood
-from pyro_dak.model import DAK, own_precision
+from pyro_dak.model import DAK
+from pyro_dak.precision import own_precision
 from pyro_dak.validation import check_integer
 
 __all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]

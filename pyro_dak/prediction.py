@@ -231,8 +231,8 @@ def predict(
     """Predictive distribution at new inputs.
 
     Each row is predicted by itself, in eval mode and without gradients: with the same seed it gets
-    the same prediction whatever rows are beside it. Features are computed once per row, and rows
-    stream through in chunks, so that memory beyond the result is bounded.
+    the same prediction, up to rounding, whatever rows are beside it. Features are computed once per
+    row, and rows stream through in chunks, so that memory beyond the result is bounded.
 
     Args:
         model: the model.
@@ -263,7 +263,7 @@ def predict(
                 sites = draw_sites(guide, num_samples, x[:1].to(device))
         seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
         moments = function_moments(model, guide, sites, residual_variance)
-        unit_inputs = model.fixed_unit_inputs()
+        unit_inputs = model.fixed_unit_inputs(len(x))
         model.input_shape = model.input_shape or tuple(x.shape[1:])
         moments_at = _compiled_moments(model) if compile else _moments_at
         for chunk in _chunks(x, chunk_size, progress):

@@ -15,30 +15,26 @@ from pyro_dak.interpolation import IntervalConstants, sinh_ratio
 __all__ = ["FixedMoments", "ServingConstants", "serving_constants"]
 
 # Nodes are added for this many rows, and this many for each node of a unit: fewer are done sooner.
-_MANY_ROWS, _MANY_ROWS_PER_NODE = 2048, 16
+_MANY_ROWS, _MANY_ROWS_PER_NODE = 2048, 8
 
 
 class ServingConstants(NamedTuple):
     """Constants of `FixedMoments` for a grid of M nodes.
 
-    Grid coordinates are x = scale h + offset, with nodes 1 to M in the grid. Means decay by
-    exp(-k delta) over k spacings, variances and covariances of neighbours by the square of this:
-    `decay`, `(3, 1, 1, M + 1)`, for k = 1 .. M + 1.
+    Means decay by exp(-k delta) over k spacings, variances and covariances of neighbours by the
+    square of this: `decay`, `(3, 1, 1, M + 1)`, for k = 1 .. M + 1.
     """
 
     intervals: IntervalConstants
-    scale: float
-    offset: Tensor
     decay: Tensor
 
 
-def serving_constants(intervals: IntervalConstants, low: float, spacing: float) -> ServingConstants:
+def serving_constants(intervals: IntervalConstants) -> ServingConstants:
     """The constants of a grid, computed in float64 and then cast."""
     steps = torch.arange(1, intervals.num_nodes + 2, dtype=torch.float64)
     decay = (-intervals.delta * steps).exp()
     decay = torch.stack([decay, decay.square(), decay.square()]).view(3, 1, 1, -1)
-    offset = torch.tensor(-low / spacing).to(intervals.low)
-    return ServingConstants(intervals, 1 / spacing, offset, decay.to(offset))
+    return ServingConstants(intervals, decay.to(intervals.low))
 
 
 class _Nodes:
@@ -72,7 +68,8 @@ class _Nodes:
 class FixedMoments:
     """h -> mean and variance of sum_p g_p(h_p), from moments of the g_p at the nodes.
 
-    In the interval after node j, at a spacings from it (see `interpolation.interpolated_moments`),
+    Nodes 1 to M lie in the grid, at low + j spacing. In the interval after node j, at a spacings
+    from it (see `interpolation.interpolated_moments`),
 
         mean = w0 mean_j + w1 mean_{j+1},
         variance = w0 (w0 var_j + 2 w1 cov_j) + w1^2 var_{j+1},
@@ -95,8 +92,9 @@ class FixedMoments:
 
     @torch.no_grad()
     def __init__(self, table: Tensor, constants: ServingConstants):
-        self.grid = _Nodes(table.to(constants.offset), 0)
-        self.constants, self.num_functions = constants, table.shape[1]
+        self.grid = _Nodes(table.to(constants.decay), 0)
+        self.constants, self.intervals = constants, constants.intervals
+        self.num_functions = table.shape[1]
         self._extended: _Nodes | None = None
 
     @torch.no_grad()
@@ -108,13 +106,12 @@ class FixedMoments:
             return self.for_compiler(h)
         N, P = h.shape
         x = h.new_empty(P, N)  # rows last in memory, whatever the strides of h
-        torch.add(self.constants.offset, h.mT, alpha=self.constants.scale, out=x)
+        torch.sub(h.mT, self.intervals.low, out=x).div_(self.intervals.spacing)
         x, nodes, r = self._bring_near(x)
         j = x.floor()
         places = torch.add(nodes.origin, j.to(torch.int32))
         a = x.sub_(j)
-        w1 = sinh_ratio(a, self.constants.intervals)
-        w0 = sinh_ratio(1 - a, self.constants.intervals)
+        w1, w0 = sinh_ratio(a, self.intervals), sinh_ratio(1 - a, self.intervals)
         if r is not None:
             w0.mul_(r)  # w1 is 0 where r is not 1
             places.clamp_(0, nodes.last_place)  # of a NaN
@@ -129,14 +126,14 @@ class FixedMoments:
 
         What is beyond the nodes is brought to the outermost one.
         """
-        num_rows, num_nodes = x.shape[-1], self.constants.intervals.num_nodes
+        num_rows, num_nodes = x.shape[-1], self.intervals.num_nodes
         if x.device.type == "cpu" and num_rows >= max(_MANY_ROWS, _MANY_ROWS_PER_NODE * num_nodes):
             nodes = self.extended()
             low, high = (end.item() for end in x.aminmax())
             if nodes.low <= low and high <= nodes.high:
                 return x, nodes, None
         nearest = x.clamp(self.grid.low, self.grid.high)
-        r = x.sub_(nearest).abs_().mul_(-self.constants.intervals.delta).exp_()
+        r = x.sub_(nearest).abs_().mul_(-self.intervals.delta).exp_()
         return nearest, self.grid, r
 
     def extended(self) -> _Nodes:
@@ -153,8 +150,8 @@ class FixedMoments:
         self, h: Float[Tensor, "n p"]
     ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"]]:
         """The same in plain operations, of which the compiler makes one loop over h."""
-        nodes, intervals = self.grid, self.constants.intervals
-        x = h.mT * self.constants.scale + self.constants.offset
+        nodes, intervals = self.grid, self.intervals
+        x = (h.mT - intervals.low) / intervals.spacing
         nearest = x.clamp(nodes.low, nodes.high)
         r = (-intervals.delta * (x - nearest).abs()).exp()
         j = nearest.floor()

@@ -170,6 +170,7 @@ def fit(
         )
         batches = _batches(fabric, model, data, settings, num_data)
         first = data[0] if is_pair(data) else next(iter(data))[0]
+        model.input_shape = model.input_shape or tuple(first.shape[1:])
         set_up_guide(guide, model, first[:2].to(fabric.device))
         loss = Loss(model, guide, loss_objective, fixed_features)
         if compile:

@@ -43,10 +43,26 @@ class Reversed(nn.Sequential):
         return x
 
 
+def with_patch(network):
+    forward = network[-1].forward
+    network[-1].forward = lambda x: 2 * forward(x)
+    return network
+
+
+def with_own_weights(network):
+    class Weights(nn.Parameter):
+        """Weights that may mean something else."""
+
+    network[-1].weight = Weights(network[-1].weight.detach())
+    return network
+
+
 OTHERS = {
     "activation last": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()),
     "hook": lambda: with_hook(LINEAR["sequence"]()),
     "hook on the last": lambda: with_hook_on_the_last(LINEAR["sequence"]()),
+    "patch": lambda: with_patch(LINEAR["sequence"]()),
+    "weights": lambda: with_own_weights(LINEAR["sequence"]()),
     "subclass": lambda: nn.Sequential(nn.Tanh(), Doubled(3, 4)),
     "order": lambda: Reversed(nn.Tanh(), nn.Linear(3, 4)),
     "parametrized": lambda: nn.Sequential(
@@ -112,3 +128,61 @@ def test_features_of_another_width_are_told():
     model = DAK(LINEAR["sequence"](), 5, num_units=2).eval()
     with pytest.raises(ValueError, match=r"feature_dim=5\); got \(20, 4\)"):
         model.fixed_unit_inputs()(torch.randn(20, 3))
+
+
+def test_a_compiled_sequence_is_left_alone(monkeypatch):
+    network = LINEAR["sequence"]()
+    network._compiled_call_impl = network._call_impl  # as `network.compile()` would
+    assert split_last_linear(network) == ([network], None)
+
+
+@pytest.mark.parametrize(
+    ("feature_dim", "embedding", "num_rows", "is_folded"),
+    [
+        (16, True, None, True),
+        (16, True, 4, False),  # 4 x 16 x 64 for the product, 832 saved a row
+        (16, True, 5, True),
+        (2, True, None, False),  # 4 x 64 a row folded, 2 x 64 + 4 x 2 one after the other
+        (4, False, None, False),  # no embedding to fold it into
+    ],
+)
+def test_layers_are_folded_where_it_pays(feature_dim, embedding, num_rows, is_folded):
+    network = nn.Linear(64, feature_dim)
+    model = DAK(network, feature_dim, num_units=4, embedding=embedding).eval()
+    unit_inputs = model.fixed_unit_inputs(num_rows)
+    x = torch.randn(5, 64)
+    before = model.unit_inputs(x).detach()
+    assert_close(unit_inputs(x), before)
+    with torch.no_grad():
+        network.weight.mul_(2)  # what is folded does not see it
+    assert torch.allclose(unit_inputs(x), before) == is_folded
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("scaling", ["standardize", "minmax", "none"])
+def test_training_has_the_gradients_of_one_layer_after_the_other(name, scaling):
+    model = DAK(LINEAR[name](), 4, num_units=2, scaling=scaling)
+    x, weights = torch.randn(200, 3), torch.randn(200, 2)
+    assert model._fold(200) is not None
+    expected = model.embed(model.feature_extractor(x))
+    found = model.unit_inputs(x)
+    assert_close(found, expected)
+    parameters = [*model.feature_extractor.parameters(), model.embedding.weight]
+    gradients = [torch.autograd.grad((h * weights).sum(), parameters) for h in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Shifted(DAK):
+    """A model with an embedding of its own."""
+
+    def embed(self, features):
+        return super().embed(features) + 1
+
+
+def test_an_embedding_of_ones_own_sees_the_features():
+    model = Shifted(LINEAR["sequence"](), 4, num_units=2).eval()
+    x = torch.randn(50, 3)
+    expected = model.embed(model.feature_extractor(x))
+    assert_close(model.unit_inputs(x), expected)
+    assert_close(model.fixed_unit_inputs()(x), expected.detach())

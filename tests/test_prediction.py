@@ -428,6 +428,21 @@ def test_compiled_predictions_are_the_eager_ones_also_after_training_goes_on():
     assert result.returncode == 0, result.stderr
 
 
+class MoreResidual(DAK):
+    """A model with a residual variance of its own."""
+
+    def residual_variance(self, h):
+        return super().residual_variance(h) + 100
+
+
+def test_residual_variance_of_a_subclass_is_added():
+    model = MoreResidual(nn.Linear(3, 4), 4, num_units=2)
+    guide, x = MeanFieldGuide(model), torch.randn(5, 3)
+    model(x)
+    found = predict(model, guide, x, residual_variance=True).epistemic
+    assert (found > 100).all()
+
+
 def test_prediction_goes_on_without_a_compiler(monkeypatch):
     def broken(fn, **options):
         def fail(*args):

@@ -84,7 +84,8 @@ def test_fixed_moments_of_many_rows_are_those_of_the_dense_route(
     moments = activation.fixed_moments(loc, loc.square(), route="local")
     expected = activation.combine_moments(h, loc, loc.square(), route="dense")
     assert_close(moments(h), expected, rtol=0, atol=1e-10)
-    nodes, r = moments._bring_near(moments.constants.scale * h.mT + moments.constants.offset)[1:]
+    x = (h.mT + 1) / activation.grid.spacing
+    nodes, r = moments._bring_near(x)[1:]
     assert (nodes is moments.extended()) == (r is None) == (furthest < 40)
 
 
@@ -119,7 +120,10 @@ def test_node_table_is_that_of_the_recursion_continued_on_either_side(level, del
     loc, var = torch.randn(M), torch.rand(M)
     constants = local.level_constants(level, delta, torch.float64, torch.device("cpu"))
     mean, node_var, cov = local.node_moments(loc, var, constants)
-    table = (local.node_table_map(level, delta).to_dense() @ torch.cat([loc, var])).view(3, M + 2)
+    table = (
+        local.node_table_map(local.table_map(level, delta), delta).to_dense()
+        @ torch.cat([loc, var])
+    ).view(3, M + 2)
     rho = math.exp(-delta)
     assert_close(table[0, 1:-1], mean)
     assert_close(table[1, 1:-1], node_var)
@@ -148,3 +152,22 @@ def test_fixed_moments_on_the_meta_device_have_shapes():
     for part in moments(torch.empty(3000, 3, device="meta")):
         assert part.shape == (3000, 2)
         assert part.is_meta
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-0.3, 0.7), (100.0, 103.0), (1950.0, 2020.0)])
+@pytest.mark.parametrize("num_rows", [50, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fixed_moments_are_as_exact_as_those_of_training(bounds, num_rows, dtype):
+    """With the usual default dtype, and with bounds at which numbers are coarse or not dyadic."""
+    torch.set_default_dtype(torch.float32)
+    low, high = bounds
+    activation = KernelActivation(DyadicGrid(5, bounds), LaplaceKernel(high - low))
+    h = (low + (high - low) * (1.4 * torch.rand(num_rows, 3, dtype=torch.float64) - 0.2)).to(dtype)
+    loc = torch.randn(2, 3, 31, dtype=dtype)
+    exact = activation.combine_moments(h.double(), loc.double(), loc.double().square(), "dense")
+    trained = activation.combine_moments(h, loc, loc.square(), "local")
+    fixed = activation.fixed_moments(loc, loc.square(), "local")(h)
+    eps = torch.finfo(dtype).eps
+    for part, other, truth in zip(fixed, trained, exact, strict=True):
+        error = (part - truth).abs().max()
+        assert error < 2 * (other - truth).abs().max() + 20 * eps * truth.abs().max()
