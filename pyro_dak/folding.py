@@ -64,8 +64,9 @@ def split_last_linear(network: nn.Module) -> tuple[list[nn.Module], nn.Linear | 
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module is W x + b and nothing more."""
-    is_linear = type(module) is nn.Linear and type(module.weight) is nn.Parameter
-    return is_linear and is_plain(module)
+    if type(module) is not nn.Linear or not is_plain(module):
+        return False
+    return all(type(p) is nn.Parameter for p in (module.weight, module.bias) if p is not None)
 
 
 def is_plain(module: nn.Module) -> bool:

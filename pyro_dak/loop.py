@@ -349,7 +349,15 @@ class Run:
 
 
 def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """What both of two descriptions say, and say differently."""
+    """What both of two descriptions say, and say differently.
+
+    None for a whole part means that it cannot be described; a list in place of a dictionary is of
+    another format; a number in place of a list stands for each of its entries.
+    """
+    if isinstance(then, list) and isinstance(now, int | float):
+        now = [now] * len(then)
+    elif isinstance(now, list) and isinstance(then, int | float):
+        then = [then] * len(now)
     if isinstance(then, dict) and isinstance(now, dict):
         is_learned = then.get("learn") is True and now.get("learn") is True
         for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
@@ -360,8 +368,15 @@ def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
     elif isinstance(then, int | float) and isinstance(now, int | float):
         if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
             yield f"{name}: {then} then, {now} now"
-    elif type(then) is type(now) and then != now:
+    elif then != now and not (
+        _is_unknown(then, now, name) or {type(then), type(now)} == {dict, list}
+    ):
         yield f"{name}: {then} then, {now} now"
+
+
+def _is_unknown(then: Any, now: Any, name: str) -> bool:
+    parts = ("model", "guide", "model.feature_extractor", "guide.name")
+    return (then is None or now is None) and name in parts
 
 
 _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy")

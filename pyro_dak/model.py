@@ -132,7 +132,7 @@ class DAK(PyroModule):
         """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
         if self.input_shape is None and not torch.compiler.is_compiling():
             self.input_shape = tuple(x.shape[1:])  # compiled, it would be compiled once more
-        folded = self._fold(len(x))
+        folded = self._fold(x.shape[0])
         if folded is None:
             return self.embed(self.feature_extractor(x))
         b = self._before_last(folded, x)
@@ -144,9 +144,9 @@ class DAK(PyroModule):
         That layer and the embedding are one matrix then, and the features are never computed.
         """
         embedding = self.embedding
-        if embedding is None or embedding.bias is not None or not is_plain_linear(embedding):
+        if embedding is None or not is_plain_linear(embedding) or embedding.bias is not None:
             return None
-        if type(self).embed is not DAK.embed:
+        if not self._has_own("embed"):
             return None
         return fold_last_linear(self.feature_extractor, embedding.weight, num_rows)
 
@@ -193,12 +193,14 @@ class DAK(PyroModule):
 
         return unit_inputs
 
+    def _has_own(self, method: str) -> bool:
+        """Whether a method is the one of this class, not of a subclass or put on the instance."""
+        return getattr(type(self), method) is getattr(DAK, method) and method not in vars(self)
+
     def _is_affine(self) -> bool:
         """Whether embedding and scaling are those made here, with nothing hooked to them."""
         embedding, scaling = self.embedding, self.scaling
-        has_own_methods = (
-            type(self).unit_inputs is DAK.unit_inputs and type(self).embed is DAK.embed
-        )
+        has_own_methods = self._has_own("unit_inputs") and self._has_own("embed")
         is_linear = embedding is None or (is_plain_linear(embedding) and embedding.bias is None)
         is_known = type(scaling) in SCALINGS.values() and is_plain(scaling)
         return has_own_methods and is_linear and is_known
@@ -280,7 +282,7 @@ class DAK(PyroModule):
 
     def fixed_residual_variance(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         """`residual_variance` as a function of h, for many calls, in the precision of `like`."""
-        is_own = type(self).residual_variance is DAK.residual_variance
+        is_own = self._has_own("residual_variance")
         return self._residual_fn(like) if is_own else self.residual_variance
 
     def _residual_fn(self, like: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,5 +1,9 @@
 """Networks that end in a linear layer."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -186,3 +190,46 @@ def test_an_embedding_of_ones_own_sees_the_features():
     expected = model.embed(model.feature_extractor(x))
     assert_close(model.unit_inputs(x), expected)
     assert_close(model.fixed_unit_inputs()(x), expected.detach())
+
+
+def test_an_embedding_put_on_the_instance_sees_the_features():
+    model = DAK(LINEAR["sequence"](), 4, num_units=2).eval()
+    x, embed = torch.randn(50, 3), model.embed
+    expected = model.unit_inputs(x) + 1
+    model.embed = lambda features: embed(features) + 1
+    assert_close(model.unit_inputs(x), expected)
+    assert_close(model.fixed_unit_inputs()(x), expected.detach())
+
+
+EXPORTED = """
+import torch
+from torch import nn
+from torch.testing import assert_close
+from pyro_dak import DAK
+
+class UnitInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        network = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4))
+        self.model = DAK(network, 4, num_units=2)
+
+    def forward(self, x):
+        return self.model.unit_inputs(x)
+
+module = UnitInputs().eval()
+module(torch.randn(50, 3))
+rows = {0: torch.export.Dim("n", min=2, max=1000)}
+exported = torch.export.export(module, (torch.randn(50, 3),), dynamic_shapes=(rows,)).module()
+for num_rows in (2, 7, 300):
+    x = torch.randn(num_rows, 3)
+    assert_close(exported(x), module(x))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_exported_for_any_number_of_rows():
+    # In a process of its own: numbers of rows are symbols there, which the shape checks refuse.
+    command = [sys.executable, "-c", EXPORTED]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

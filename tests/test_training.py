@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +37,7 @@ from pyro_dak import (
     predict,
 )
 from pyro_dak.checkpoint import module_tensors
+from pyro_dak.config import describe_network
 from pyro_dak.data import LoaderData
 from pyro_dak.optimization import build_optimizer
 from pyro_dak.scaling import Standardize
@@ -610,6 +613,28 @@ def test_resuming_goes_on_where_descriptions_say_nothing_else(tmp_path, change):
     train(*first, epochs=4, checkpoint_dir=tmp_path)
     train(*resumed, epochs=4, resume_from=tmp_path)
     assert_same(module_tensors(*resumed), module_tensors(*first))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "different"),
+    [
+        (nn.AvgPool2d(2), nn.AvgPool2d((2, 2)), None),
+        (nn.AvgPool2d(2), nn.AvgPool2d((3, 3)), "kernel_size"),
+        (nn.AvgPool2d(2), nn.AvgPool2d(2, divisor_override=7), "divisor_override: None then, 7"),
+        (nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None), "momentum: 0.1 then, None"),
+        (nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3, padding="same"), "padding: .*same"),
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh()), "name: ReLU then, Tanh now"),
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU()), "children"),
+        (nn.Sequential(nn.ReLU()), Stack(nn.ReLU()), None),
+    ],
+)
+def test_descriptions_of_networks_are_compared_to_the_last_argument(then, now, different):
+    before, after = (
+        json.loads(json.dumps({"model": {"feature_extractor": describe_network(network)}}))
+        for network in (then, now)
+    )
+    found = "; ".join(loop._differences(before, after))
+    assert re.search(different, found) if different else not found, found
 
 
 def test_a_learned_noise_may_start_elsewhere_when_resuming(tmp_path):
