@@ -134,7 +134,8 @@ def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
 def describe_network(network: nn.Module) -> Description | None:
     """A network made of listed layers as data, or None if it has any other part."""
     if type(network) is nn.Sequential:
-        children = [[name, describe_network(child)] for name, child in network.named_children()]
+        # Not `named_children`, which names a module that stands twice, a ReLU say, only once.
+        children = [[name, describe_network(child)] for name, child in network._modules.items()]
         if any(child is None for _, child in children):
             return None
         return {"name": "Sequential", "children": children}

@@ -104,6 +104,19 @@ def predictions(tmp_path_factory) -> dict[str, tuple[list[torch.Tensor], list[to
     return {name: (here[name], there[name]) for name in here}
 
 
+@pytest.mark.parametrize("twice", [nn.ReLU, lambda: nn.Linear(3, 3)])
+def test_a_layer_that_stands_twice_comes_back_twice(tmp_path, twice):
+    layer = twice()
+    model = DAK(nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 3), layer), 3, num_units=2)
+    guide, x = MeanFieldGuide(model), torch.randn(50, 3)
+    model(x)
+    loaded, loaded_guide = load(save(model, guide, tmp_path / "model"))
+    assert len(loaded.feature_extractor) == 4
+    expected, found = predict(model, guide, x), predict(loaded, loaded_guide, x)
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.variance, expected.variance)
+
+
 @pytest.mark.parametrize("name", guides.names())
 def test_a_fresh_process_predicts_bit_for_bit_the_same(predictions, name):
     here, there = predictions[name]
