@@ -158,6 +158,7 @@ def fit(
     )
     cuda = [fabric.device] if fabric.device.type == "cuda" else []
     with (
+        torch.enable_grad(),
         torch.random.fork_rng(devices=cuda),
         local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),

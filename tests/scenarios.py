@@ -1,8 +1,11 @@
 """Small models with data and a guide away from its start, for the tests of the Pyro layers."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -137,6 +140,14 @@ def trace_elbo_draws(
         objective.loss(case.model, case.guide, case.x, case.y, **kwargs) for _ in range(num_batches)
     ]
     return -torch.tensor(losses)
+
+
+def run_alone(code: str) -> None:
+    """Run a script in a process of its own, without the shape checks of the tests; it must pass."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def standard_error(draws: Tensor) -> Tensor:

@@ -1,9 +1,5 @@
 """Networks that end in a linear layer."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +7,7 @@ from torch.testing import assert_close
 
 from pyro_dak import DAK
 from pyro_dak.folding import split_last_linear
+from tests import scenarios
 
 LINEAR = {
     "linear": lambda: nn.Linear(3, 4),
@@ -229,7 +226,4 @@ for num_rows in (2, 7, 300):
 @pytest.mark.slow
 def test_a_model_is_exported_for_any_number_of_rows():
     # In a process of its own: numbers of rows are symbols there, which the shape checks refuse.
-    command = [sys.executable, "-c", EXPORTED]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    scenarios.run_alone(EXPORTED)

@@ -1,9 +1,6 @@
 """`predict`: exact moments, row by row, calibrated quantiles, class probabilities, components."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pyro
 import pytest
@@ -422,10 +419,7 @@ for guide_class, likelihood, num_outputs in cases:
 @pytest.mark.slow
 def test_compiled_predictions_are_the_eager_ones_also_after_training_goes_on():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
-    command = [sys.executable, "-c", COMPILED]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    scenarios.run_alone(COMPILED)
 
 
 class MoreResidual(DAK):

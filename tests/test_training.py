@@ -42,6 +42,7 @@ from pyro_dak.data import LoaderData
 from pyro_dak.optimization import build_optimizer
 from pyro_dak.scaling import Standardize
 from pyro_dak.training import build_objective
+from tests import scenarios
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 
@@ -414,10 +415,7 @@ assert model.layer.log_unit_scale.grad is not None
 @pytest.mark.slow
 def test_a_compiler_that_fails_in_the_backward_pass_falls_back_too():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
-    command = [sys.executable, "-c", FAILING_BACKWARD]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    scenarios.run_alone(FAILING_BACKWARD)
 
 
 COMPILED_ONCE = """
@@ -441,10 +439,7 @@ assert not torch._dynamo.utils.counters["graph_break"]
 @pytest.mark.slow
 def test_a_step_is_compiled_once():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
-    command = [sys.executable, "-c", COMPILED_ONCE]
-    root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    scenarios.run_alone(COMPILED_ONCE)
 
 
 def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
@@ -511,6 +506,12 @@ def test_one_row_trains():
     model, guide = make_model()
     x, y = make_data(1)
     assert math.isfinite(train(model, guide, (x, y)).rows[-1]["loss"])
+
+
+def test_training_has_gradients_where_the_caller_has_none():
+    with torch.no_grad():
+        found = parameters_after(epochs=2)
+    assert_same(found, parameters_after(epochs=2))
 
 
 def test_wrong_settings_are_refused():
