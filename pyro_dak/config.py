@@ -4,8 +4,9 @@ Only classes listed here are ever built from a description, with numbers, string
 arguments: reading one runs no code of its author.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "build_network",
     "describe_guide",
     "describe_model",
+    "differences",
     "set_up_guide",
 ]
 
@@ -264,6 +266,37 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
     with evaluating(model), local_parameters(guide), torch.enable_grad():
         guide(example, y.to(example.device))
     guide.to(example.device)
+
+
+def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
+    """What both of two descriptions say, and say differently.
+
+    None for a whole part means that it cannot be described; a list in place of a dictionary is of
+    another format; a number in place of a list stands for each of its entries.
+    """
+    if isinstance(then, list) and isinstance(now, int | float):
+        now = [now] * len(then)
+    elif isinstance(now, list) and isinstance(then, int | float):
+        then = [then] * len(now)
+    if isinstance(then, dict) and isinstance(now, dict):
+        is_learned = then.get("learn") is True and now.get("learn") is True
+        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
+            yield from differences(then[key], now[key], f"{name}.{key}" if name else key)
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        for i, pair in enumerate(zip(then, now, strict=True)):
+            yield from differences(*pair, f"{name}[{i}]")
+    elif isinstance(then, int | float) and isinstance(now, int | float):
+        if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
+            yield f"{name}: {then} then, {now} now"
+    elif then != now and not (
+        _is_unknown(then, now, name) or {type(then), type(now)} == {dict, list}
+    ):
+        yield f"{name}: {then} then, {now} now"
+
+
+def _is_unknown(then: Any, now: Any, name: str) -> bool:
+    parts = ("model", "guide", "model.feature_extractor", "guide.name")
+    return (then is None or now is None) and name in parts
 
 
 def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:

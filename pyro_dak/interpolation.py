@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pyro_dak.local import LinearMap
+from pyro_dak.linear_maps import LinearMap
 from pyro_dak.validation import check_first_derivative
 
 __all__ = [

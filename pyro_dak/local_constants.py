@@ -7,6 +7,7 @@ import torch
 from pyro_dak import local
 from pyro_dak.grids import DyadicGrid
 from pyro_dak.interpolation import IntervalConstants, interval_constants
+from pyro_dak.linear_maps import LinearMap
 from pyro_dak.serving import ServingConstants, serving_constants
 
 __all__ = ["LocalConstants", "local_constants"]
@@ -22,9 +23,9 @@ class LocalConstants(NamedTuple):
     features: local.FeatureConstants
     intervals: IntervalConstants
     serving: ServingConstants
-    node_map: local.LinearMap | None = None  # L_U with sorted rows, (M, M)
-    table_map: local.LinearMap | None = None  # see `local.table_map`, (5 M + 5, 2 M)
-    node_table_map: local.LinearMap | None = None  # see `local.node_table_map`, (3 M + 6, 2 M)
+    node_map: LinearMap | None = None  # L_U with sorted rows, (M, M)
+    table_map: LinearMap | None = None  # see `local.table_map`, (5 M + 5, 2 M)
+    node_table_map: LinearMap | None = None  # see `local.node_table_map`, (3 M + 6, 2 M)
 
 
 def local_constants(
@@ -45,7 +46,7 @@ def local_constants(
     nodes, _ = local.node_maps(grid.level, delta)
     table = local.table_map(grid.level, delta)
     node_map, table_map, node_table_map = (
-        local.LinearMap(matrix.to(device, dtype), is_dense)
+        LinearMap(matrix.to(device, dtype), is_dense)
         for matrix in (nodes, table, local.node_table_map(table, delta))
     )
     return constants._replace(node_map=node_map, table_map=table_map, node_table_map=node_table_map)

@@ -24,6 +24,7 @@ from pyro_dak.checkpoint import (
     read_directory,
     write_directory,
 )
+from pyro_dak.config import differences
 from pyro_dak.data import LoaderData, ResidentData
 from pyro_dak.history import Checkpoints, History, Settings, TrainingError
 from pyro_dak.optimization import Schedule
@@ -340,43 +341,12 @@ class Run:
         """
         now = json.loads(json.dumps(self._description()))
         then, now = ({k: c.get(k) for k in ("model", "guide")} for c in (config, now))
-        different = list(_differences(then, now))
+        different = list(differences(then, now))
         if different:
             raise CheckpointError(
                 f"{path}: is of another model or guide ({'; '.join(different)}). "
                 "Build the same ones, or start anew."
             )
-
-
-def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """What both of two descriptions say, and say differently.
-
-    None for a whole part means that it cannot be described; a list in place of a dictionary is of
-    another format; a number in place of a list stands for each of its entries.
-    """
-    if isinstance(then, list) and isinstance(now, int | float):
-        now = [now] * len(then)
-    elif isinstance(now, list) and isinstance(then, int | float):
-        then = [then] * len(now)
-    if isinstance(then, dict) and isinstance(now, dict):
-        is_learned = then.get("learn") is True and now.get("learn") is True
-        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
-            yield from _differences(then[key], now[key], f"{name}.{key}" if name else key)
-    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        for i, pair in enumerate(zip(then, now, strict=True)):
-            yield from _differences(*pair, f"{name}[{i}]")
-    elif isinstance(then, int | float) and isinstance(now, int | float):
-        if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
-            yield f"{name}: {then} then, {now} now"
-    elif then != now and not (
-        _is_unknown(then, now, name) or {type(then), type(now)} == {dict, list}
-    ):
-        yield f"{name}: {then} then, {now} now"
-
-
-def _is_unknown(then: Any, now: Any, name: str) -> bool:
-    parts = ("model", "guide", "model.feature_extractor", "guide.name")
-    return (then is None or now is None) and name in parts
 
 
 _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy")

@@ -24,7 +24,7 @@ TORCH_ONLY = [
         "optimization",
         "quadrature",
     ),
-    ("factors",),
+    ("factors", "linear_maps"),
     ("local",),
     ("interpolation",),
     ("serving",),

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel, local
 from pyro_dak.interpolation import interval_constants, sinh_ratio
+from pyro_dak.linear_maps import LinearMap
 from tests import reference
 
 
@@ -187,7 +188,7 @@ def test_compiled_moments_are_one_graph_with_the_same_values_and_gradients():
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_transpose_of_a_map_is_its_adjoint(is_dense):
     matrix = torch.randn(5, 4) * (torch.rand(5, 4) < 0.5)
-    linear_map = local.LinearMap(matrix.to_sparse_coo(), is_dense)
+    linear_map = LinearMap(matrix.to_sparse_coo(), is_dense)
     z, grad = torch.randn(2, 3, 4), torch.randn(2, 5, 3)
     assert_close(linear_map.units_last(z), torch.einsum("rm,fpm->frp", matrix, z))
     left, right = (linear_map.units_last(z) * grad).sum(), (z * linear_map.transpose(grad)).sum()

@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from pyro_dak import local
+from pyro_dak.linear_maps import LinearMap
 from tests import reference
 
 CPU = torch.device("cpu")
@@ -157,7 +158,7 @@ def test_level_features_never_index_out_of_range(x):
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_linear_map_is_a_product_with_its_gradient(is_dense):
     matrix = torch.randn(5, 4) * (torch.rand(5, 4) < 0.5)
-    linear_map = local.LinearMap(matrix.to_sparse_coo(), is_dense)
+    linear_map = LinearMap(matrix.to_sparse_coo(), is_dense)
     z = torch.randn(2, 3, 4, requires_grad=True)
     assert_close(linear_map(z), z @ matrix.mT)
     assert torch.autograd.gradcheck(linear_map, (z,))

@@ -37,7 +37,7 @@ from pyro_dak import (
     predict,
 )
 from pyro_dak.checkpoint import module_tensors
-from pyro_dak.config import describe_network
+from pyro_dak.config import describe_network, differences
 from pyro_dak.data import LoaderData
 from pyro_dak.optimization import build_optimizer
 from pyro_dak.scaling import Standardize
@@ -634,7 +634,7 @@ def test_descriptions_of_networks_are_compared_to_the_last_argument(then, now, d
         json.loads(json.dumps({"model": {"feature_extractor": describe_network(network)}}))
         for network in (then, now)
     )
-    found = "; ".join(loop._differences(before, after))
+    found = "; ".join(differences(before, after))
     assert re.search(different, found) if different else not found, found
 
 
