@@ -288,15 +288,15 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
     elif isinstance(then, int | float) and isinstance(now, int | float):
         if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
             yield f"{name}: {then} then, {now} now"
-    elif then != now and not (
-        _is_unknown(then, now, name) or {type(then), type(now)} == {dict, list}
-    ):
+    elif then != now and not _is_unknown(then, now, name):
         yield f"{name}: {then} then, {now} now"
 
 
 def _is_unknown(then: Any, now: Any, name: str) -> bool:
+    """Whether one side cannot be described, or is of another format."""
     parts = ("model", "guide", "model.feature_extractor", "guide.name")
-    return (then is None or now is None) and name in parts
+    is_missing = (then is None or now is None) and name in parts
+    return is_missing or {type(then), type(now)} == {dict, list}
 
 
 def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
