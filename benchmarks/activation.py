@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import saved_megabytes, time_side_by_side
-from pyro_dak.activation import KernelActivation, dense_is_faster
-from pyro_dak.grids import DyadicGrid
+from pyro_dak.additive.activation import KernelActivation, dense_is_faster
+from pyro_dak.additive.grid import DyadicGrid
 
 B, P = 512, 16
 MAX_DENSE_PRODUCT = 10**10

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.timing import time_side_by_side
 from pyro_dak import DAKRegressor
-from pyro_dak.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
 
 SIZES = (1, 2, 5, 10)
 

@@ -20,7 +20,7 @@ import pyro_dak
 from benchmarks.steps import NUM_DATA, Row, dak_step
 from benchmarks.timing import saved_megabytes, time_side_by_side
 from models._dak import DAKRegressor
-from pyro_dak.loss import Loss
+from pyro_dak.training.loss import Loss
 
 NUM_COLUMNS = 64
 BATCH_SIZE = 512

@@ -18,7 +18,7 @@ from benchmarks.timing import time_side_by_side
 from models.images._backbones import build_backbone
 from models.images._baseline import BaselineLoss
 from models.images._recipe import Classifier, ImageRecipe
-from pyro_dak.loss import Loss
+from pyro_dak.training.loss import Loss
 
 NAMES = ("nn", "dak_mc", "dak_jensen", "svdkl", "nn_svgp")
 NUM_DATA = 60_000

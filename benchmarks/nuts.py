@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from benchmarks.timing import time_side_by_side
 from pyro_dak import DAK, CategoricalLikelihood, GaussianLikelihood, run_nuts
-from pyro_dak.densities import cached_inputs, checked_data
-from pyro_dak.likelihoods import Likelihood
-from pyro_dak.potential import Target
+from pyro_dak.inference.densities import cached_inputs, checked_data
+from pyro_dak.inference.mcmc.target import Target
+from pyro_dak.model.likelihoods import Likelihood
 
 
 def make(likelihood: Likelihood, num_outputs: int, num_rows: int) -> tuple[DAK, Tensor, Tensor]:

@@ -20,8 +20,8 @@ from models._dak import DAKRegressor
 from models.images._backbones import build_backbone
 from models.images._baseline import BaselineLoss
 from models.images._recipe import ImageRecipe
-from pyro_dak.loss import Loss, use_compiled
-from pyro_dak.optimization import build_optimizer
+from pyro_dak.training.loss import Loss, use_compiled
+from pyro_dak.training.optimizers import build_optimizer
 
 Step = Callable[[], object]
 BatchStep = Callable[[Tensor, Tensor], None]

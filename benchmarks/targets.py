@@ -21,8 +21,8 @@ import models
 from benchmarks.steps import Row, baseline_step, dak_step
 from models._dak import DAKRegressor
 from models._recipe import Recipe
-from pyro_dak.data import ResidentData
-from pyro_dak.metrics import rmse
+from pyro_dak.diagnostics.scores import rmse
+from pyro_dak.training.data import ResidentData
 
 # Test RMSE as a share of the standard deviation of y, such that the plain network gets there too.
 TARGETS = {"kin40k": 0.25, "protein": 0.65}

@@ -23,16 +23,21 @@ from torch import Tensor, nn
 
 from experiments.datasets import load_regression
 from experiments.results import git_commit, read_json, read_runs, write_json
-from pyro_dak.ensemble_training import Rows, TrainingPlan, train
-from pyro_dak.estimator_rows import (
+from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.estimators import DAKRegressor
+from pyro_dak.tables.predictive import (
+    StudentPrediction,
+    covering_scale,
+    fit_student,
+    mixture_factor,
+)
+from pyro_dak.tables.rows import (
     FEW_ROWS,
     default_batch_size,
     default_epochs,
     held_out_rows,
     without,
 )
-from pyro_dak.estimators import DAKRegressor
-from pyro_dak.mixtures import StudentPrediction, covering_scale, fit_student, mixture_factor
 from pyro_dak.validation import check_choice
 
 # Small sets first; the last three are large and get two splits.

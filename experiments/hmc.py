@@ -39,18 +39,18 @@ from pyro_dak import (
     fit,
     run_nuts,
 )
-from pyro_dak.checks import k_hat, loo, pit_values
-from pyro_dak.comparison import PosteriorComparison
-from pyro_dak.densities import cached_inputs, checked_data, log_likelihood, response
-from pyro_dak.diagnostics import summary
-from pyro_dak.draws import Posterior, as_guide, draw_posterior
-from pyro_dak.plots import (
+from pyro_dak.diagnostics.checks import k_hat, loo, pit_values
+from pyro_dak.diagnostics.comparison import PosteriorComparison
+from pyro_dak.diagnostics.plots import (
     plot_comparison,
     plot_components,
     plot_coverage,
     plot_predictive_band,
     plot_reliability,
 )
+from pyro_dak.diagnostics.summary import summary
+from pyro_dak.inference.densities import cached_inputs, checked_data, log_likelihood, response
+from pyro_dak.inference.draws import Posterior, as_guide, draw_posterior
 
 DRAWN = ("mean_field", "unit_block", "full_rank", "NUTS", "exact")
 

@@ -18,15 +18,15 @@ from experiments.results import git_commit, read_json, write_json
 from models._recipe import seeded
 from models.images._backbones import build_backbone
 from models.images._recipe import Classifier, ImageRecipe
-from pyro_dak.checkpoint import read_directory
-from pyro_dak.history import Checkpoints
-from pyro_dak.metrics import (
+from pyro_dak.diagnostics.scores import (
     accuracy,
     auroc,
     brier_score,
     expected_calibration_error,
 )
-from pyro_dak.prediction import ClassPrediction
+from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.training.checkpoint import read_directory
+from pyro_dak.training.plan import Checkpoints
 
 __all__ = ["NUM_BINS", "Job", "run", "run_all", "score"]
 

@@ -24,14 +24,14 @@ import models
 from experiments.datasets import load_regression
 from experiments.results import git_commit, read_json, write_json
 from models._recipe import Recipe
-from pyro_dak.metrics import (
+from pyro_dak.diagnostics.scores import (
     gaussian_crps,
     gaussian_nlpd,
     interval_coverage,
     interval_width,
     rmse,
 )
-from pyro_dak.prediction import Prediction
+from pyro_dak.prediction.predict import Prediction
 from pyro_dak.validation import check_choice
 
 PAPER_SETS = ("wine", "gas", "parkinsons", "kin40k", "protein", "keggdirected")

@@ -18,9 +18,10 @@ from pyro_dak import (
     LaplaceKernel,
     MeanFieldGuide,
 )
-from pyro_dak.gaussian import FunctionMoments
-from pyro_dak.history import History
-from pyro_dak.prediction import Prediction, evaluating
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.model.modes import evaluating
+from pyro_dak.prediction.predict import Prediction
+from pyro_dak.training.plan import History
 
 
 class DAKRegressor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models._baseline import Baseline
 from models._recipe import Recipe
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments
 
 
 @contextmanager

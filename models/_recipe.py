@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak import TrainingError
-from pyro_dak.data import ResidentData
-from pyro_dak.history import History
-from pyro_dak.optimization import build_optimizer, schedule_fn
-from pyro_dak.prediction import Prediction
+from pyro_dak.prediction.predict import Prediction
+from pyro_dak.training.data import ResidentData
+from pyro_dak.training.optimizers import build_optimizer, schedule_fn
+from pyro_dak.training.plan import History
 
 # loss_fn(x, y, num_data): the loss per datum of a batch, a scalar.
 LossFn = Callable[[Tensor, Tensor, int], Tensor]

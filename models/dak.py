@@ -4,7 +4,7 @@ from typing import Any
 
 from models._recipe import backbone
 from pyro_dak import DAK
-from pyro_dak.likelihoods import Likelihood
+from pyro_dak.model.likelihoods import Likelihood
 
 
 def build(

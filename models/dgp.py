@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from models._baseline import Baseline, only_one_output
 from models._gpytorch import gpytorch_likelihood, initial_inducing_points
 from models._recipe import DEFAULT_RECIPE, Recipe, seeded
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class Layer(gpytorch.models.deep_gps.DeepGPLayer):

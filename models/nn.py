@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from models._baseline import Baseline
 from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
 from pyro_dak import GaussianLikelihood
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class NeuralNetwork(Baseline):

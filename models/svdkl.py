@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from models._baseline import Baseline, only_one_output
 from models._gpytorch import gpytorch_likelihood
 from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
-from pyro_dak.gaussian import FunctionMoments
-from pyro_dak.scaling import build_scaling
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.scaling import build_scaling
 
 BOUNDS = (0.0, 1.0)
 

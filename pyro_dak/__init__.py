@@ -3,15 +3,18 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pyro_dak.activation import KernelActivation
-from pyro_dak.arviz_export import to_arviz
-from pyro_dak.checkpoint import CheckpointError, load, save
-from pyro_dak.comparison import compare_posteriors
-from pyro_dak.grids import DyadicGrid
-from pyro_dak.guides import MeanFieldGuide, UnitBlockGuide
-from pyro_dak.joint_guides import FullRankGuide, LowRankGuide
-from pyro_dak.kernels import LaplaceKernel, MaternKernel, RBFKernel
-from pyro_dak.likelihoods import (
+from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.grid import DyadicGrid
+from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
+from pyro_dak.diagnostics.arviz import to_arviz
+from pyro_dak.diagnostics.comparison import compare_posteriors
+from pyro_dak.inference.exact import exact_posterior
+from pyro_dak.inference.guides.base import MeanFieldGuide, UnitBlockGuide
+from pyro_dak.inference.guides.joint import FullRankGuide, LowRankGuide
+from pyro_dak.inference.mcmc.nuts import run_nuts
+from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import (
     BernoulliLikelihood,
     CategoricalLikelihood,
     GaussianLikelihood,
@@ -19,22 +22,19 @@ from pyro_dak.likelihoods import (
     PoissonLikelihood,
     StudentTLikelihood,
 )
-from pyro_dak.mcmc import run_nuts
-from pyro_dak.model import DAK
-from pyro_dak.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
-from pyro_dak.posterior import exact_posterior
-from pyro_dak.prediction import components, predict, sample_functions
-from pyro_dak.priors import (
+from pyro_dak.model.priors import (
     GammaScalePrior,
     HorseshoePrior,
     LaplacePrior,
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.training import TrainingError, fit
+from pyro_dak.prediction.predict import components, predict, sample_functions
+from pyro_dak.training.checkpoint import CheckpointError, load, save
+from pyro_dak.training.fit import TrainingError, fit
 
 if TYPE_CHECKING:
-    from pyro_dak.estimators import DAKClassifier, DAKRegressor
+    from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
 
 __all__ = [
     "DAK",
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in ("DAKClassifier", "DAKRegressor"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module("pyro_dak.estimators"), name)
+        return getattr(importlib.import_module("pyro_dak.tables.estimators"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("sklearn", "scipy"):
             raise

@@ -9,7 +9,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line, or say what to install for it."""
     try:
-        cli = importlib.import_module("pyro_dak.cli")
+        cli = importlib.import_module("pyro_dak.tables.cli")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("pyro_dak"):
             raise

@@ -26,9 +26,9 @@ from pyro_dak import (
     StudentTLikelihood,
     UnitBlockGuide,
 )
-from pyro_dak.guides import GaussianGuide
-from pyro_dak.likelihoods import Likelihood
-from pyro_dak.posterior import ExactPosterior, exact_posterior
+from pyro_dak.inference.exact import ExactPosterior, exact_posterior
+from pyro_dak.inference.guides.base import GaussianGuide
+from pyro_dak.model.likelihoods import Likelihood
 
 GUIDES: dict[str, Callable[..., GaussianGuide]] = {
     "mean_field": MeanFieldGuide,

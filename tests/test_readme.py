@@ -15,7 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from pyro_dak import cli
+from pyro_dak.tables import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,14 +19,14 @@ from models.images._recipe import (
     resume_options,
     training_options,
 )
-from pyro_dak.data import ResidentData
-from pyro_dak.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.history import Checkpoints, History, Settings
-from pyro_dak.likelihoods import CategoricalLikelihood
-from pyro_dak.loop import Run
-from pyro_dak.loss import frozen
-from pyro_dak.optimization import build_optimizer, schedule_fn
-from pyro_dak.prediction import ClassPrediction
+from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.training.data import ResidentData
+from pyro_dak.training.loop import Run
+from pyro_dak.training.loss import frozen
+from pyro_dak.training.optimizers import build_optimizer, schedule_fn
+from pyro_dak.training.plan import Checkpoints, History, Settings
 
 
 class Terms(NamedTuple):

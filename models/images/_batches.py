@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_dak.data import ResidentData
+from pyro_dak.training.data import ResidentData
 
 
 def crop_and_flip(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:

@@ -22,9 +22,9 @@ from models.images._recipe import (
     training_options,
 )
 from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
-from pyro_dak.history import History
-from pyro_dak.prediction import ClassPrediction
-from pyro_dak.scaling import Standardize
+from pyro_dak.additive.scaling import Standardize
+from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.training.plan import History
 from pyro_dak.validation import check_positive
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from models.images._baseline import ImageBaseline, Terms
 from models.images._recipe import ImageRecipe
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class GPyTorchBaseline(ImageBaseline):

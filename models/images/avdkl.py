@@ -6,8 +6,8 @@ from models._recipe import seeded
 from models.avdkl import AVDKL, Amortisation, SEProcess
 from models.images._baseline import ImageBaseline, Terms
 from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
-from pyro_dak.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.likelihoods import CategoricalLikelihood
+from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.model.likelihoods import CategoricalLikelihood
 
 
 class AmortisedClassifier(ImageBaseline):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from models._recipe import seeded
 from models.images._baseline import ImageBaseline, Terms
 from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
-from pyro_dak.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class NeuralNetwork(ImageBaseline):

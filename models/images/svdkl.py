@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from models._recipe import seeded
 from models.images._gpytorch import GPyTorchBaseline
 from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
-from pyro_dak.scaling import build_scaling
+from pyro_dak.additive.scaling import build_scaling
 
 
 class GridGPs(gpytorch.models.ApproximateGP):

@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import pyro_dak.checkpoint
+import pyro_dak.training.checkpoint
 from pyro_dak import DAK, HeteroscedasticLikelihood, MeanFieldGuide, fit
-from pyro_dak.checkpoint import module_tensors
-from pyro_dak.loop import Run
+from pyro_dak.training.checkpoint import module_tensors
+from pyro_dak.training.loop import Run
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     Run._train_step = watched_step
-    write = pyro_dak.checkpoint._write_file
+    write = pyro_dak.training.checkpoint._write_file
     writes = 0
 
     def watched_write(path: object, data: bytes) -> None:
@@ -62,7 +62,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(path, data)
 
-    pyro_dak.checkpoint._write_file = watched_write
+    pyro_dak.training.checkpoint._write_file = watched_write
     history = fit(
         model,
         guide,

@@ -1,4 +1,4 @@
-"""Models, checkpoints and estimators that earlier versions wrote still load and predict the same."""
+"""What earlier versions saved still loads and predicts the same."""
 
 import csv
 import shutil
@@ -18,7 +18,7 @@ from pyro_dak import (
     load,
     predict,
 )
-from pyro_dak.cli import app
+from pyro_dak.tables.cli import app
 
 FILES = Path(__file__).parents[1] / "data" / "version_0_1"
 EXPECTED = safetensors.torch.load_file(FILES / "expected.safetensors")

@@ -1,0 +1,412 @@
+"""The kernel activation h -> phi(h), densely or through the two nearest nodes."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyro_dak.additive import bridge as local
+from pyro_dak.additive.factor import dense_inverse_factor, sparse_inverse_factor
+from pyro_dak.additive.grid import DyadicGrid
+from pyro_dak.additive.kernels import Kernel, LaplaceKernel
+from pyro_dak.additive.local_constants import LocalConstants, local_constants
+from pyro_dak.fast.gathers import gather, pick, stack_batches
+from pyro_dak.fast.moments import interpolated_moments, mean_field_terms
+from pyro_dak.fast.serving import FixedMoments
+from pyro_dak.validation import check_choice, check_finite, check_floating
+
+__all__ = ["KernelActivation", "Route", "dense_is_faster"]
+
+Route = Literal["auto", "dense", "local"]
+
+
+def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
+    """Whether the dense product beats the two-node gather, forward and backward.
+
+    Times of a training step, per row and unit and in arbitrary units, as `benchmarks.activation`
+    finds them: dense 1.3 + M (0.1 + 0.0007 C); local 1.8 for one output, 3.5 + 0.095 C for more.
+    Many outputs and few nodes go to the matrix product, all else to the gather.
+    """
+    dense = 1.3 + num_inducing * (0.1 + 0.0007 * num_outputs)
+    return dense < (1.8 if num_outputs == 1 else 3.5 + 0.095 * num_outputs)
+
+
+class _Constants(NamedTuple):
+    """Constants in one dtype on one device: of the local route, or a factor for the dense one."""
+
+    inducing_points: Tensor
+    local: LocalConstants | None  # for Markov kernels
+    factor: Tensor | None  # L_U^{-T} of the others, (M, M)
+
+
+class KernelActivation(nn.Module):
+    """phi(h) = k(h, U) L_U^{-T}: `(..., N, P)` to `(..., N, P, M)` (paper, eq. 7).
+
+    With z ~ N(0, I_M), phi(h) z is the Gaussian process with covariance k(h, U) K_UU^{-1} k(U, h').
+    For a Markov kernel phi has one non-zero per level, and sums over phi can go through the two
+    nodes around h instead: `combine` and `combine_moments` choose the faster route.
+
+    The module has no parameters and no buffers: constants are computed in float64 and cast to the
+    dtype and device of the input, once for each.
+
+    Args:
+        grid: inducing points U.
+        kernel: one-dimensional kernel; `LaplaceKernel` is Markov, the others take the dense route.
+        jitter: added to the diagonal of K_UU for kernels that are not Markov.
+    """
+
+    def __init__(self, grid: DyadicGrid, kernel: Kernel | None = None, jitter: float = 1e-6):
+        super().__init__()
+        self.grid = grid
+        self.kernel = LaplaceKernel() if kernel is None else kernel
+        self.jitter = jitter
+        self._cache: dict[tuple[torch.dtype, torch.device], _Constants] = {}
+        self._factor = None
+        if not self.kernel.is_markov:
+            self._factor = dense_inverse_factor(grid, self.kernel, jitter)
+        self._warn_if_coarse()
+
+    @property
+    def has_local_route(self) -> bool:
+        """Whether the kernel is Markov."""
+        return self.kernel.is_markov
+
+    @property
+    def num_inducing(self) -> int:
+        """M."""
+        return self.grid.num_inducing
+
+    @property
+    def delta(self) -> float:
+        """Spacing of the grid over the lengthscale of the kernel."""
+        return self.grid.spacing / self.kernel.lengthscale
+
+    def extra_repr(self) -> str:
+        return f"{self.grid}, {self.kernel}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the cached constants: compressed rows cannot be deep-copied."""
+        return {**self.__dict__, "_cache": {}}
+
+    def inverse_factor(self) -> Tensor:
+        """L_U^{-T}, `(M, M)` float64; sparse if the kernel is Markov."""
+        if self._factor is not None:
+            return self._factor
+        return sparse_inverse_factor(self.grid, self.kernel)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """phi(h), `(..., N, P, M)`, in the level order of the grid.
+
+        Args:
+            h: inputs of the units, `(..., N, P)`, finite, floating.
+        """
+        check_floating("h", h)
+        check_finite("h", h)
+        return self.features(h)
+
+    def features(self, h: Tensor) -> Tensor:
+        """`forward` without the checks, for callers that have made them."""
+        constants = self._constants(h.dtype, h.device)
+        if constants.factor is not None:
+            return self.kernel(h, constants.inducing_points) @ constants.factor
+        assert constants.local is not None
+        features = constants.local.features
+        index, value = local.level_features(self._coordinates(h), features, self.delta)
+        return h.new_zeros(*h.shape, self.num_inducing).scatter(-1, index, value)
+
+    def residual_variance(self, h: Tensor) -> Tensor:
+        """Prior variance lost between and outside the nodes, 1 - phi phi^T, like h.
+
+        Exact and non-negative for a Markov kernel. For the others the difference is taken as it
+        is, and rounding (down to -1e-6 in float32 at a node) is cut at zero.
+        """
+        if not self.has_local_route:
+            return (1 - self.features(h).square().sum(-1)).clamp(min=0)
+        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return local.bridge_variance(interval, self.delta)
+
+    def node_values(self, z: Tensor) -> Tensor:
+        """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
+        constants = self._local_constants(z)
+        if constants.node_map is None or not constants.node_map.can_run():
+            return local.node_values(z, constants.levels)
+        return constants.node_map(z)
+
+    def moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+        """Moments of g at the two nodes of every interval, `(..., 5, M + 1, P)`.
+
+        The table of `interpolated_moments` for independent weights z `(..., P, M)` in level order.
+        """
+        constants = self._local_constants(z_loc)
+        if constants.table_map is not None and constants.table_map.can_run():
+            both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
+            return constants.table_map.units_last(both).unflatten(-2, (5, -1))
+        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+        rows = [F.pad(row, pad) for row in (mean, var) for pad in ((1, 0), (0, 1))]
+        return torch.stack([*rows, F.pad(2 * cov, (1, 1))], -3).mT
+
+    def node_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+        """Moments of g at the sorted nodes, and at one more on either side, `(3, F, P, M + 2)`.
+
+        The table of `FixedMoments` for independent weights z `(F, P, M)` in level order.
+        """
+        constants = self._local_constants(z_loc)
+        if constants.node_table_map is not None and constants.node_table_map.can_run():
+            return constants.node_table_map.parts_first(torch.cat([z_loc, z_var], -1), 3)
+        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+        rho = math.exp(-self.delta)
+        rows = [
+            torch.cat([rho * mean[..., :1], mean, rho * mean[..., -1:]], -1),
+            torch.cat([rho**2 * var[..., :1], var, rho**2 * var[..., -1:]], -1),
+            2
+            * torch.cat([rho * var[..., :1], cov, rho * var[..., -1:], rho**3 * var[..., -1:]], -1),
+        ]
+        return torch.stack(rows)
+
+    def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
+        """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
+
+        Args:
+            h: `(*b1, N, P)`.
+            weights: `(*b2, C, P, M)` in level order; b1 and b2 broadcast.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        if self._takes_dense_route(route, weights):
+            return _flat(self.features(h)) @ _flat(weights).mT
+        return self.interpolate(h, self.node_values(weights))
+
+    def combine_moments(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        var: Tensor,
+        route: Route = "auto",
+        unit_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] for independent z, `(..., N, C)`.
+
+        mean = sum_p sigma_p phi_p loc_p and variance = sum_p sigma_p^2 phi_p^2 var_p (paper, eq.
+        17). Every term of the variance is non-negative on either route.
+
+        Args:
+            h: `(*b1, N, P)`.
+            loc: means of the weights, `(*b2, C, P, M)` in level order.
+            var: variances of the weights, like `loc`.
+            route: "dense", "local", or "auto" for the faster one.
+            unit_scale: sigma, `(P,)`; by default 1.
+        """
+        if self._takes_dense_route(route, loc):
+            phi = self.features(h)
+            phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
+            return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
+        h, table, arrange = stack_batches(h, self.moment_table(loc, var))
+        mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
+        return arrange(mean), arrange(variance)
+
+    def fixed_moments(
+        self, loc: Tensor, var: Tensor, route: Route = "auto"
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """`combine_moments` as a function of h `(N, P)`, for many calls, without gradient.
+
+        Args:
+            loc: means of the weights, `(C, P, M)` in level order.
+            var: their variances, like `loc`.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        if self._takes_dense_route(route, loc):
+            return lambda h: self.combine_moments(h, loc, var, route="dense")
+        return FixedMoments(self.node_table(loc, var), self._local_constants(loc).serving)
+
+    def mean_field_moments(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        scale: Tensor,
+        unit_scale: Tensor,
+        mu: Tensor,
+        mu_scale: Tensor,
+        route: Route = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] + mu[c], each `(..., N, C)`.
+
+        For independent z ~ N(loc, scale^2) and mu (paper, eq. 17): `combine_moments` plus the bias.
+
+        Args:
+            h: `(*b1, N, P)`.
+            loc: means of the weights, `(*b2, C, P, M)` in level order.
+            scale: their standard deviations, like `loc`.
+            unit_scale: sigma, `(P,)`.
+            mu: means of the biases, `(*b2, C)`.
+            mu_scale: their standard deviations, `(*b2, C)`.
+            route: "dense", "local", or "auto" for the faster one.
+        """
+        mean, var = self.combine_moments(h, loc, scale.square(), route, unit_scale)
+        return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+
+    def mean_field_terms(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        log_scale: Tensor,
+        log_unit_scale: Tensor,
+        mu: Tensor,
+        mu_log_scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`mean_field_moments`, and the KL of z and mu from N(0, 1), as one operation.
+
+        None where there is no such operation, or where the dense route is faster.
+
+        Args:
+            h: `(N, P)`.
+            loc: means of the weights, `(C, P, M)` in level order.
+            log_scale: logarithms of their standard deviations, like `loc`.
+            log_unit_scale: logarithms of sigma, `(P,)`.
+            mu: means of the biases, `(C,)`.
+            mu_log_scale: logarithms of their standard deviations, `(C,)`.
+        """
+        if torch.compiler.is_compiling() or self._takes_dense_route("auto", loc):
+            return None
+        constants = self._local_constants(loc)
+        if constants.table_map is None or h.dim() > 2 or loc.dim() > 3:
+            return None
+        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
+        return mean_field_terms(h, *weights, constants.table_map, constants.intervals)
+
+    def stacked_moments(
+        self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`combine_moments` on the local route for E members, rows last: each `(C, E, N)`.
+
+        Args:
+            h: `(E, P, N)`.
+            loc: means of the weights, `(C, E, P, M)` in level order.
+            var: their variances, like `loc`.
+            unit_scale: sigma, `(E, P)`; by default 1.
+        """
+        table = self.moment_table(loc.flatten(1, 2), var.flatten(1, 2))
+        return self._interpolate_moments(h, table, unit_scale)
+
+    def interpolate(self, h: Tensor, values: Tensor) -> Tensor:
+        """sum_p g_{c,p}(h_p) from sorted node values `(*b2, C, P, M)`, `(..., N, C)`."""
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(values, (1, 1))  # (*b2, C, P, M + 2)
+        return gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
+
+    def _interpolate_moments(
+        self, h: Tensor, table: Tensor, unit_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`interpolated_moments` of h `(E, P, N)` with sigma `(P,)` or `(E, P)`."""
+        constants = self._local_constants(h).intervals
+        if unit_scale is not None and unit_scale.dim() == 1:
+            unit_scale = unit_scale.unsqueeze(0)
+        return interpolated_moments(h, table, unit_scale, constants)
+
+    def interpolate_units(self, h: Tensor, values: Tensor) -> Tensor:
+        """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(values, (1, 1))
+        return w0.unsqueeze(-2) * pick(table, j) + w1.unsqueeze(-2) * pick(table, j + 1)
+
+    def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
+        """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, without the sum over p.
+
+        Args:
+            h: `(N, P)`.
+            weights: `(C, P, M)` in level order.
+        """
+        if self.has_local_route:
+            return self.interpolate_units(h, self.node_values(weights))
+        return torch.einsum("npm,cpm->ncp", self.features(h), weights)
+
+    def unit_block_variances(self, h: Tensor, scale_tril: Tensor) -> Tensor:
+        """Variance of phi(h_p) . z[c, p] for z[c, p] ~ N(., T T^T), `(N, C, P)`.
+
+        Between two nodes with prior-weighted rows G_j, G_{j+1} of L_U T the variance is
+        |w0 G_j + w1 G_{j+1}|^2 = (w0 a + w1 b)^2 + (w1 e)^2 with a = |G_j|, b = G_j . G_{j+1} / a
+        and e = |G_{j+1} - (b / a) G_j|: three numbers per interval, and a sum of squares.
+
+        Args:
+            h: `(N, P)`.
+            scale_tril: T, `(C, P, M, M)` in level order.
+        """
+        if not self.has_local_route:
+            return torch.einsum("npm,cpmk->ncpk", self.features(h), scale_tril).square().sum(-1)
+        j, w0, w1 = (part.unsqueeze(-2) for part in self._two_nodes(h))
+        G = F.pad(self.node_values(scale_tril.mT), (1, 1))  # (C, P, K, M + 2)
+        left, right = G[..., :-1], G[..., 1:]
+        a = torch.linalg.vector_norm(left, dim=-2)  # (C, P, M + 1)
+        safe = torch.where(a > 0, a, 1)
+        b = (left * right).sum(-2) / safe
+        e = torch.linalg.vector_norm(right - left * (b / safe).unsqueeze(-2), dim=-2)
+        a, b, e = (pick(part, j.squeeze(-2)) for part in (a, b, e))
+        return (w0 * a + w1 * b).square() + (w1 * e).square()
+
+    def prior_variance_between_nodes(self) -> float:
+        """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
+
+        1 - tanh(delta / 2) for the Laplace kernel; 1 means that the grid loses nothing.
+        """
+        if self.has_local_route:
+            return 1 - math.tanh(self.delta / 2)
+        nodes = self.grid.sorted_points
+        middles = (nodes[:-1] + nodes[1:]) / 2 if len(nodes) > 1 else nodes
+        return float(self.features(middles.unsqueeze(-1)).square().sum(-1).min())
+
+    def _warn_if_coarse(self) -> None:
+        kept = self.prior_variance_between_nodes()
+        if self.num_inducing > 1 and kept < 0.5:
+            warnings.warn(
+                f"The grid is coarse for the lengthscale: between two nodes (spacing "
+                f"{self.grid.spacing:.3g}, lengthscale {self.kernel.lengthscale:.3g}) the prior "
+                f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
+                stacklevel=3,
+            )
+
+    def _takes_dense_route(self, route: Route, weights: Tensor) -> bool:
+        check_choice("route", route, ("auto", "dense", "local"))
+        if route != "auto":
+            return route == "dense"
+        num_outputs = math.prod(weights.shape[:-2])
+        return not self.has_local_route or dense_is_faster(self.num_inducing, num_outputs)
+
+    def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return interval.j, *local.bridge_weights(interval, self.delta)
+
+    def _coordinates(self, h: Tensor) -> Tensor:
+        return (h - self.grid.bounds[0]) / self.grid.spacing
+
+    def _local_constants(self, like: Tensor) -> LocalConstants:
+        if not self.has_local_route:
+            raise ValueError(
+                f"`kernel` must be Markov for the local route; got {type(self.kernel).__name__}. "
+                'Use LaplaceKernel, or route="dense".'
+            )
+        constants = self._constants(like.dtype, like.device).local
+        assert constants is not None
+        return constants
+
+    def prepare(self, like: Tensor) -> None:
+        """Compute the constants for tensors like this one, ahead of compilation, say."""
+        self._constants(like.dtype, like.device)
+
+    def _constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
+        key = (dtype, device)
+        if key not in self._cache:
+            with torch.inference_mode(False):  # constants made in inference could not train later
+                self._cache[key] = self._make_constants(dtype, device)
+        return self._cache[key]
+
+    def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
+        U = self.grid.inducing_points.to(device, dtype)
+        if self._factor is not None:
+            return _Constants(U, None, self._factor.to(device, dtype))
+        return _Constants(U, local_constants(self.grid, self.delta, dtype, device), None)
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.flatten(-2)  # units and nodes as one axis, (..., P M)

@@ -1,0 +1,328 @@
+"""The local route of a Markov kernel: O(M) for the nodes, then O(1) per input and unit.
+
+Everything here works in *grid coordinates* x = (h - low) / spacing, in which the sorted nodes lie
+at 1, 2, ..., M, and knows the kernel only through `delta` = spacing / lengthscale. Interval j
+(0 <= j <= M) lies between nodes j and j + 1; intervals 0 and M reach to infinity. Tables are
+padded with a zero at either end, so that nodes 0 and M + 1 exist and contribute nothing.
+
+Because the Ornstein-Uhlenbeck process is Markov, g(h) given all nodes depends on the two around h
+alone, and the conditional mean is that of the bridge:
+
+    g(h) = w0 g(u_j) + w1 g(u_{j+1}),   w0 = sinh(b delta) / sinh(delta),  b = j + 1 - x,
+                                        w1 = sinh(a delta) / sinh(delta),  a = x - j.
+
+Written with exp and expm1 of negative arguments, no term overflows, and none cancels on fine grids:
+sinh(b delta) / sinh(delta) = exp(-a delta) (1 - exp(-2 b delta)) / (1 - exp(-2 delta)).
+At a node, gradients are those from the right.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pyro_dak.additive.factor import level_coefficients
+from pyro_dak.fast.linear_maps import without_beta_warning
+
+__all__ = [
+    "FeatureConstants",
+    "Interval",
+    "LevelConstants",
+    "NodeMoments",
+    "bridge_variance",
+    "bridge_weights",
+    "feature_constants",
+    "level_constants",
+    "level_features",
+    "locate",
+    "node_maps",
+    "node_moments",
+    "node_table_map",
+    "node_values",
+    "table_map",
+]
+
+
+class Interval(NamedTuple):
+    """Where inputs lie: interval `j` and distances `a`, `b` to its two nodes, all `(...)`.
+
+    Distances are in grid coordinates; a distance to a node that does not exist is infinite.
+    `norm` is 1 / (1 - exp(-2 delta)), or 1 in the two unbounded intervals.
+    """
+
+    j: Int[Tensor, "..."]
+    a: Float[Tensor, "..."]
+    b: Float[Tensor, "..."]
+    norm: Float[Tensor, "..."]
+
+
+class NodeMoments(NamedTuple):
+    """At the sorted nodes: mean and variance `(..., M)`, covariance of neighbours `(..., M-1)`."""
+
+    mean: Float[Tensor, "*batch m"]
+    var: Float[Tensor, "*batch m"]
+    cov: Float[Tensor, "*batch m_minus_1"]
+
+
+class LevelConstants(NamedTuple):
+    """Per point of one level, `(2^(l-1),)`: coefficient of the neighbours and scale of z."""
+
+    c: Float[Tensor, " n"]
+    scale: Float[Tensor, " n"]
+
+
+def level_constants(
+    level: int, delta: float, dtype: torch.dtype, device: torch.device
+) -> list[LevelConstants]:
+    """Coefficients of levels 1 to `level`, computed in float64 and then cast.
+
+    Args:
+        level: L of the grid.
+        delta: spacing of the grid over the lengthscale.
+        dtype: dtype of the result.
+        device: device of the result.
+    """
+    constants = []
+    for current in range(1, level + 1):
+        values = level_coefficients(current, delta * 2 ** (level - current))
+        n = 2 ** (current - 1)
+        c = torch.full((n,), values[0], dtype=torch.float64)
+        scale = torch.full((n,), values[1], dtype=torch.float64)
+        c[[0, -1]], scale[[0, -1]] = values[2], values[3]
+        constants.append(LevelConstants(c.to(device, dtype), scale.to(device, dtype)))
+    return constants
+
+
+def _interleave(new: Tensor, old: Tensor) -> Tensor:
+    """Sorted values of a level from its n new and the n - 1 older points, `(..., 2n - 1)`."""
+    pairs = torch.stack([new, F.pad(old, (0, 1))], -1)  # (..., n, 2)
+    return pairs.flatten(-2)[..., :-1]
+
+
+def node_values(
+    z: Float[Tensor, "*batch m"], constants: list[LevelConstants]
+) -> Float[Tensor, "*batch m"]:
+    """g(U) = L_U z at the sorted nodes, `(..., M)`, from z in level order; O(M), coarse to fine.
+
+    A point is c (g_left + g_right) + scale z, with a neighbour that does not exist counted as zero.
+    """
+    g = z[..., :0]
+    for c, scale in constants:
+        n = len(c)
+        new = scale * z[..., n - 1 : 2 * n - 1] + c * (F.pad(g, (1, 0)) + F.pad(g, (0, 1)))
+        g = _interleave(new, g)
+    return g
+
+
+def node_moments(
+    z_loc: Float[Tensor, "*batch m"],
+    z_var: Float[Tensor, "*batch m"],
+    constants: list[LevelConstants],
+) -> NodeMoments:
+    """Moments of g(U) = L_U z at the sorted nodes for independent z; O(M), coarse to fine.
+
+    With neighbours l, r of a new point (level order in, sorted order out):
+
+        var = c^2 (var_l + var_r + 2 cov_lr) + scale^2 z_var,
+        cov(l, new) = c (var_l + cov_lr),   cov(new, r) = c (var_r + cov_lr).
+
+    All entries of L_U are non-negative, hence so are the variances and covariances here.
+    """
+    mean = node_values(z_loc, constants)
+    var, cov = z_var[..., :0], z_var[..., :0]
+    for c, scale in constants:
+        n = len(c)
+        z_var_new = scale.square() * z_var[..., n - 1 : 2 * n - 1]
+        if n == 1:
+            var = z_var_new
+            continue
+        cov_lr = F.pad(cov, (1, 1))  # (..., n), zero where a neighbour is missing
+        to_left = F.pad(var, (1, 0)) + cov_lr
+        to_right = F.pad(var, (0, 1)) + cov_lr
+        cov = (c.unsqueeze(-1) * torch.stack([to_left, to_right], -1)).flatten(-2)[..., 1:-1]
+        var = _interleave(c.square() * (to_left + to_right) + z_var_new, var)
+    return NodeMoments(mean, var, cov)
+
+
+def locate(x: Float[Tensor, "*shape"], num_inducing: int, delta: float) -> Interval:
+    """The interval of each grid coordinate x, with the distances to its nodes.
+
+    A NaN lands in interval 0 with NaN distances, so that it shows in the result and never
+    becomes an index out of range.
+    """
+    M = num_inducing
+    index = x.detach().clamp(0, M).long().clamp_(0, M)
+    is_left, is_right = index == 0, index == M
+    a = (x - index).masked_fill(is_left, math.inf)
+    b = (1 + index - x).masked_fill(is_right, math.inf)
+    norm = torch.full_like(x, -1 / math.expm1(-2 * delta), requires_grad=False)
+    return Interval(index, a, b, norm.masked_fill_(is_left | is_right, 1.0))
+
+
+def bridge_weights(
+    interval: Interval, delta: float
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+    """Weights (w0, w1) of the two nodes around each input; each in [0, 1]."""
+    _, a, b, norm = interval
+    w0 = (-delta * a).exp() * -torch.expm1(-2 * delta * b) * norm
+    w1 = (-delta * b).exp() * -torch.expm1(-2 * delta * a) * norm
+    return w0, w1
+
+
+def bridge_variance(interval: Interval, delta: float) -> Float[Tensor, "*shape"]:
+    """Prior variance that the nodes do not explain, 1 - phi phi^T, in [0, 1].
+
+    1 - w0^2 - w1^2 - 2 w0 w1 exp(-delta) = (1 - exp(-2 a delta)) (1 - exp(-2 b delta)) /
+    (1 - exp(-2 delta)): a product of non-negative factors, exact also where the difference cancels.
+    """
+    _, a, b, norm = interval
+    return torch.expm1(-2 * delta * a) * torch.expm1(-2 * delta * b) * norm
+
+
+class FeatureConstants(NamedTuple):
+    """Per level, `(L,)`: number of points, support d of their columns, their scales, the norm."""
+
+    num_points: Int[Tensor, " level"]
+    d: Int[Tensor, " level"]
+    scale: Float[Tensor, " level"]
+    edge_scale: Float[Tensor, " level"]
+    norm: Float[Tensor, " level"]
+
+
+def feature_constants(
+    level: int, delta: float, dtype: torch.dtype, device: torch.device
+) -> FeatureConstants:
+    """Constants of `level_features`, computed in float64 and then cast."""
+    count = 2 ** torch.arange(level)
+    d = count.flip(0)
+    coefficients = [level_coefficients(i + 1, delta * 2 ** (level - i - 1)) for i in range(level)]
+    values = torch.tensor(coefficients, dtype=torch.float64)
+    norm = -1 / torch.expm1(-2 * delta * d.double())
+    scale, edge_scale, norm = (v.to(device, dtype) for v in (values[:, 1], values[:, 3], norm))
+    return FeatureConstants(count.to(device), d.to(device), scale, edge_scale, norm)
+
+
+def level_features(
+    x: Float[Tensor, "*shape"], constants: FeatureConstants, delta: float
+) -> tuple[Int[Tensor, "*shape level"], Float[Tensor, "*shape level"]]:
+    """The L columns of phi that can be non-zero at x, and their values, both `(..., L)`.
+
+    On every level x lies in the support of one point, at i = (2 k + 1) d with d = 2^(L - l), whose
+    column is scale sinh((d - |x - i|) delta) / sinh(d delta), or scale exp(-|x - i| delta) towards
+    a side without a neighbour.
+    """
+    count, d, scale, edge_scale, norm = constants
+    last = count - 1
+    k = torch.minimum((x.detach().unsqueeze(-1) / (2 * d)).clamp_(min=0), count)
+    k = torch.minimum(k.long().clamp_(min=0), last)  # (..., L); a NaN has become 0
+    r = x.unsqueeze(-1) - (2 * k + 1) * d
+    is_right = r >= 0
+    r = torch.where(is_right, r, -r)
+    is_first, is_last = k == 0, k == last
+    is_open = torch.where(is_right, is_last, is_first)
+    rest = (d - r).masked_fill(is_open, math.inf)
+    amplitude = torch.where(is_first | is_last, edge_scale, scale) * torch.where(is_open, 1, norm)
+    return last + k, amplitude * (-delta * r).exp() * -torch.expm1(-2 * delta * rest)
+
+
+def node_maps(
+    level: int, delta: float
+) -> tuple[Float[Tensor, "m m"], Float[Tensor, "two_m_minus_1 m"]]:
+    """L_U with sorted rows, and its squares followed by products of adjacent rows; sparse, float64.
+
+    The first maps z to node values and means; the second maps the variances of independent z to the
+    variances of the nodes and the covariances of adjacent ones. Row j of L_U is phi(u_j): both
+    hold O(M log M) non-zeros, and one product is several times faster than the recursion.
+    """
+    M = 2**level - 1
+    constants = feature_constants(level, delta, torch.float64, torch.device("cpu"))
+    nodes = torch.arange(1, M + 1, dtype=torch.float64)
+    columns, values = level_features(nodes, constants, delta)  # (M, L)
+    rows = torch.arange(M).unsqueeze(-1).expand_as(columns)
+
+    # Nodes j and j + 1 see the same column of a level, or one of the two is at its edge (zero).
+    same = columns[:-1] == columns[1:]
+    products = torch.where(same, values[:-1] * values[1:], 0)
+
+    def sparse(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int) -> Tensor:
+        keep = values != 0
+        indices = torch.stack([rows[keep], columns[keep]])
+        size = (num_rows, M)
+        return torch.sparse_coo_tensor(
+            indices, values[keep], size, check_invariants=True
+        ).coalesce()
+
+    moments = sparse(
+        torch.cat([rows, M + rows[:-1]]),
+        torch.cat([columns, columns[:-1]]),
+        torch.cat([values.square(), products]),
+        2 * M - 1,
+    )
+    return sparse(rows, columns, values, M), moments
+
+
+def table_map(level: int, delta: float) -> Float[Tensor, "five_m_plus_5 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to five numbers an interval; float64.
+
+    Rows: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
+    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
+    exist, have zeros. Sparse, like `node_maps`.
+    """
+    R, M = 2**level, 2**level - 1
+    node_map, moment_map = node_maps(level, delta)
+    mean_rows, mean_columns = node_map.indices()
+    rows, columns = moment_map.indices()
+    is_cov = rows >= M
+    var_rows, var_columns = rows[~is_cov], columns[~is_cov]
+    var, cov = moment_map.values()[~is_cov], moment_map.values()[is_cov]
+    # Node i, row i - 1 of the maps, is the left one of interval i and the right one of i - 1.
+    parts = [
+        (1 + mean_rows, mean_columns, node_map.values()),
+        (R + mean_rows, mean_columns, node_map.values()),
+        (2 * R + 1 + var_rows, M + var_columns, var),
+        (3 * R + var_rows, M + var_columns, var),
+        (4 * R + 1 + rows[is_cov] - M, M + columns[is_cov], 2 * cov),
+    ]
+    all_rows, all_columns, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    indices = torch.stack([all_rows, all_columns])
+    size = (5 * R, 2 * M)
+    return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
+
+
+def node_table_map(
+    table: Float[Tensor, "five_m_plus_5 two_m"], delta: float
+) -> Float[Tensor, "three_m_plus_6 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
+
+    Rows: the means of nodes 0 to M + 1, their variances, and twice the covariance of each with the
+    next node. Nodes outside the grid continue the process where nothing more is known: each is
+    exp(-delta) times its neighbour. Sparse, like `node_maps`.
+
+    Args:
+        table: from `table_map`.
+        delta: spacing of the grid over the lengthscale.
+    """
+    R = len(table) // 5
+    T, M = R + 1, R - 1
+    rho = math.exp(-delta)
+    j = torch.arange(R)
+    # Nodes 1 to M are left ones of the intervals of `table_map`; node 1 is the right one of
+    # interval 0 too, node M the left one of the last.
+    picked = [
+        (j, j, 1.0),
+        (T + j, 2 * R + j, 1.0),
+        (2 * T + j, 4 * R + j, 1.0),
+        (torch.tensor([0, M + 1]), torch.tensor([R, M]), rho),
+        (T + torch.tensor([0, M + 1]), torch.tensor([3 * R, 2 * R + M]), rho**2),
+        (2 * T + torch.tensor([0, M]), torch.tensor([3 * R, 2 * R + M]), 2 * rho),
+        (torch.tensor([3 * T - 1]), torch.tensor([2 * R + M]), 2 * rho**3),
+    ]
+    indices = torch.cat([torch.stack(part[:2]) for part in picked], -1)
+    values = torch.cat([torch.full(part[0].shape, part[2], dtype=torch.float64) for part in picked])
+    size = (3 * T, 5 * R)
+    matrix = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
+    with without_beta_warning():
+        return torch.sparse.mm(matrix, table).coalesce()

@@ -1,0 +1,97 @@
+"""The inverse Cholesky factor L_U^{-T}: O(M) for Markov kernels, dense for any kernel."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pyro_dak.additive.grid import DyadicGrid
+from pyro_dak.additive.kernels import Kernel
+
+__all__ = ["dense_inverse_factor", "level_coefficients", "sparse_inverse_factor"]
+
+
+def _require_markov(kernel: Kernel) -> None:
+    if not kernel.is_markov:
+        raise ValueError(
+            f"`kernel` must be Markov for the sparse factor and the local route; "
+            f"got {type(kernel).__name__}. Use LaplaceKernel, or the dense route."
+        )
+
+
+def level_coefficients(
+    level: int, spacing_in_lengthscales: float
+) -> tuple[float, float, float, float]:
+    """Regression of a level's points on their coarser neighbours: `(c, scale, c_edge, scale_edge)`.
+
+    With both neighbours at distance d and delta = d / t, the Ornstein-Uhlenbeck bridge gives
+
+        g = c (g_left + g_right) + scale z,   c = 1 / (2 cosh delta),   scale^2 = tanh delta;
+
+    the first and last point of a level have one neighbour and
+    `g = c_edge g_neighbour + scale_edge z` with c_edge = exp(-delta),
+    scale_edge^2 = 1 - exp(-2 delta). This is the solution of the 3 x 3 system of the paper's
+    Algorithm 1, written so that nothing overflows and nothing cancels. At level 1 the one point
+    has no neighbour and `g = z`.
+
+    Args:
+        level: level of the points, counted from 1.
+        spacing_in_lengthscales: delta, the distance of a point to its neighbours over t.
+    """
+    if level == 1:
+        return 0.0, 1.0, 0.0, 1.0
+    delta = spacing_in_lengthscales
+    c_edge = math.exp(-delta)
+    c = c_edge / (1 + math.exp(-2 * delta))
+    return c, math.sqrt(math.tanh(delta)), c_edge, math.sqrt(-math.expm1(-2 * delta))
+
+
+def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m m"]:
+    """L_U^{-T} of a Markov kernel in O(M), a sparse upper-triangular `(M, M)` COO tensor, float64.
+
+    Column m holds 1/scale at (m, m) and -c/scale at m's neighbours (paper, Algorithm 1),
+    because z_m = (g_m - c g_left - c g_right) / scale: at most three non-zeros a column.
+    """
+    _require_markov(kernel)
+    M = grid.num_inducing
+    scale, c = torch.empty(M, dtype=torch.float64), torch.empty(M, dtype=torch.float64)
+    for level in range(1, grid.level + 1):
+        delta = grid.spacing * 2 ** (grid.level - level) / kernel.lengthscale
+        points = slice(2 ** (level - 1) - 1, 2**level - 1)
+        ends = [2 ** (level - 1) - 1, 2**level - 2]
+        c[points], scale[points], c[ends], scale[ends] = level_coefficients(level, delta)
+    mid = torch.arange(M)
+    rows, columns, values = [mid], [mid], [1 / scale]
+    for side in grid.neighbours:
+        has = side >= 0
+        rows.append(side[has])
+        columns.append(mid[has])
+        values.append((-c / scale)[has])
+    indices = torch.stack([torch.cat(rows), torch.cat(columns)])
+    return torch.sparse_coo_tensor(
+        indices, torch.cat(values), (M, M), is_coalesced=False, check_invariants=True
+    ).coalesce()
+
+
+def dense_inverse_factor(
+    grid: DyadicGrid, kernel: Kernel, jitter: float = 1e-6
+) -> Float[Tensor, "m m"]:
+    """L_U^{-T} with L_U L_U^T = K_UU + jitter I, a dense upper-triangular `(M, M)`, float64.
+
+    Smooth kernels on fine grids are singular in floating point; the jitter bounds the entries of
+    the factor by 1 / sqrt(jitter) and with them the rounding errors of the activation.
+
+    Raises:
+        ValueError: if K_UU + jitter I has no Cholesky factor in float64.
+    """
+    U = grid.inducing_points
+    eye = torch.eye(grid.num_inducing, dtype=torch.float64)
+    L_U, info = torch.linalg.cholesky_ex(kernel(U, U) + jitter * eye)
+    if int(info) != 0:
+        raise ValueError(
+            f"`jitter`={jitter} is too small: the {type(kernel).__name__} matrix of "
+            f"{grid.num_inducing} points is not positive definite in float64. Raise `jitter`, "
+            "lower `level` or shorten the lengthscale."
+        )
+    return torch.linalg.solve_triangular(L_U, eye, upper=False).mT

@@ -1,0 +1,182 @@
+"""The additive layer: from unit inputs h and weights to f, and from Gaussian weights to q(f)."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.gaussian import FunctionMoments
+
+__all__ = ["AdditiveLayer", "Weights"]
+
+
+class Weights(NamedTuple):
+    """Weights of the layer, or their means, or their standard deviations.
+
+    z is `(..., F, P, M)`, mu `(..., F)`, and linear `(..., F, P)` if the layer has a linear term.
+    """
+
+    z: Tensor
+    mu: Tensor
+    linear: Tensor | None = None
+
+
+class AdditiveLayer(nn.Module):
+    """f_c(h) = sum_p sigma_p (phi(h_p) . z[c, p] + r(h_p) linear[c, p]) + mu[c] (paper, eq. 8).
+
+    The linear term is optional; r maps the bounds of the grid to [-1, 1]. sigma starts at
+    1 / sqrt(P), so that f has unit prior variance whatever P is.
+
+    Args:
+        activation: phi.
+        num_units: P.
+        num_functions: F.
+        linear_term: whether each unit has a Bayesian linear term.
+    """
+
+    def __init__(
+        self,
+        activation: KernelActivation,
+        num_units: int,
+        num_functions: int,
+        linear_term: bool = False,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.num_units = num_units
+        self.num_functions = num_functions
+        self.linear_term = linear_term
+        self.log_unit_scale = nn.Parameter(torch.full((num_units,), -0.5 * math.log(num_units)))
+
+    @property
+    def unit_scale(self) -> Tensor:
+        """sigma, `(P,)`, positive."""
+        return self.log_unit_scale.exp()
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of one function: bias, linear terms, kernel weights."""
+        num_linear = self.num_units if self.linear_term else 0
+        return 1 + num_linear + self.num_units * self.activation.num_inducing
+
+    def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
+        """f, `(..., N, F)`.
+
+        Args:
+            h: inputs of the units, `(..., N, P)`.
+            weights: z, mu and linear, with any batch in front.
+            shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
+        """
+        z, mu, linear = self._scaled(weights, shrinkage)
+        f = self.activation.combine(h, z) + mu.unsqueeze(-2)
+        return f if linear is None else f + self.linear_inputs(h) @ linear.mT
+
+    def moments(
+        self, h: Tensor, loc: Weights, scale: Weights, shrinkage: Tensor | None = None
+    ) -> FunctionMoments:
+        """Moments of f for independent weights (paper, eq. 17)."""
+        z, mu, linear = loc
+        z_scale, mu_scale, linear_scale = scale
+        sigma = self.unit_scale
+        if shrinkage is not None:
+            factor = shrinkage.unsqueeze(-2)  # (..., 1, P)
+            z, z_scale = z * factor.unsqueeze(-1), z_scale * factor.unsqueeze(-1)
+            linear = None if linear is None else linear * factor
+            linear_scale = None if linear_scale is None else linear_scale * factor
+        mean, var = self.activation.mean_field_moments(h, z, z_scale, sigma, mu, mu_scale)
+        if linear is not None and linear_scale is not None:
+            mean, var = self._add_linear(h, sigma, mean, var, linear, linear_scale)
+        return FunctionMoments(mean, var)
+
+    def terms(
+        self, h: Tensor, loc: Weights, log_scale: Weights
+    ) -> tuple[FunctionMoments, Tensor] | None:
+        """`moments` for scales given as logarithms, and the KL of the weights from N(0, 1).
+
+        None unless activation and weights have this as one operation, which is what it is for.
+        """
+        if loc.linear is not None:
+            return None
+        weights = (loc.z, log_scale.z, self.log_unit_scale, loc.mu, log_scale.mu)
+        terms = self.activation.mean_field_terms(h, *weights)
+        return None if terms is None else (FunctionMoments(*terms[:2]), terms[2])
+
+    def fixed_moments(self, loc: Weights, scale: Weights) -> Callable[[Tensor], FunctionMoments]:
+        """`moments` as a function of h `(N, P)`, for many calls, without gradient."""
+        sigma = self.unit_scale.detach()
+        z, z_scale = (sigma.unsqueeze(-1) * part.z for part in (loc, scale))
+        of_units = self.activation.fixed_moments(z, z_scale.square())
+        mu_var = scale.mu.square()
+
+        def moments(h: Tensor) -> FunctionMoments:
+            mean, var = of_units(h)
+            mean, var = mean + loc.mu, var + mu_var
+            if loc.linear is not None and scale.linear is not None:
+                mean, var = self._add_linear(h, sigma, mean, var, loc.linear, scale.linear)
+            return FunctionMoments(mean, var)
+
+        return moments
+
+    def _add_linear(
+        self, h: Tensor, sigma: Tensor, mean: Tensor, var: Tensor, loc: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Moments of f with the linear term, whose weights have these means and deviations."""
+        r = sigma * self.linear_inputs(h)
+        return mean + r @ loc.mT, var + r.square() @ scale.square().mT
+
+    def design(self, h: Tensor) -> Tensor:
+        """The row of each input in the linear model of the weights, `(..., N, num_weights)`.
+
+        Columns: 1 for the bias, sigma_p r(h_p) if there is a linear term, sigma_p phi(h_p).
+        """
+        columns = [torch.ones_like(h[..., :1])]
+        if self.linear_term:
+            columns.append(self.unit_scale * self.linear_inputs(h))
+        phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h)
+        return torch.cat([*columns, phi.flatten(-2)], -1)
+
+    def component_means(self, h: Tensor, weights: Weights) -> Tensor:
+        """Shares of the units in f, sigma_p (phi_p . z[c, p] + r_p linear[c, p]), `(N, F, P)`."""
+        values = self.activation.unit_values(h, weights.z)
+        if weights.linear is not None:
+            values = values + self.linear_inputs(h).unsqueeze(-2) * weights.linear
+        return self.unit_scale * values
+
+    def component_variances(self, h: Tensor, z_root: Tensor, linear_root: Tensor | None) -> Tensor:
+        """Variances of those shares, `(N, F, P)`, from roots of the covariances of each unit.
+
+        Args:
+            h: `(N, P)`.
+            z_root: `(F, P, M, K)`; z[c, p] has covariance R R^T.
+            linear_root: `(F, P, K)` over the same columns, or None.
+        """
+        if linear_root is None:
+            return self.unit_scale.square() * self.activation.unit_block_variances(h, z_root)
+        columns = torch.einsum("npm,fpmk->nfpk", self.activation.features(h), z_root)
+        columns = columns + self.linear_inputs(h)[:, None, :, None] * linear_root
+        return self.unit_scale.square() * columns.square().sum(-1)
+
+    def linear_inputs(self, h: Tensor) -> Tensor:
+        """r(h): the bounds of the grid mapped to [-1, 1], like h."""
+        low, high = self.activation.grid.bounds
+        return (h - (low + high) / 2) * (2 / (high - low))
+
+    def unit_residuals(self, h: Tensor) -> Tensor:
+        """Prior variance lost by the grid in each unit, sigma_p^2 (1 - phi phi^T), like h."""
+        return self.unit_scale.square() * self.activation.residual_variance(h)
+
+    def split(self, flat: Tensor) -> Weights:
+        """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""
+        P, M = self.num_units, self.activation.num_inducing
+        linear_end = 1 + (P if self.linear_term else 0)
+        linear = flat[..., 1:linear_end] if self.linear_term else None
+        return Weights(flat[..., linear_end:].unflatten(-1, (P, M)), flat[..., 0], linear)
+
+    def _scaled(self, weights: Weights, shrinkage: Tensor | None) -> Weights:
+        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
+        z, mu, linear = weights
+        z = z * sigma.unsqueeze(-2).unsqueeze(-1)  # (..., 1, P, 1)
+        return Weights(z, mu, None if linear is None else linear * sigma.unsqueeze(-2))

@@ -1,0 +1,247 @@
+"""What is wrong with a fitted model, in words."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyro_dak.diagnostics.calibration import dispersion
+from pyro_dak.diagnostics.checks import guide_weights, loo, pit_values
+from pyro_dak.diagnostics.scores import accuracy, expected_calibration_error
+from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak.inference.densities import cached_inputs, checked_data, response
+from pyro_dak.inference.draws import Posterior, draw_posterior
+from pyro_dak.inference.mcmc.nuts import MCMCRun
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import CategoricalLikelihood
+
+__all__ = ["Finding", "Summary", "summary"]
+
+_Z = 4.0  # standard errors that a deviation must have to be reported
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong: a short topic, and a sentence that says what to do."""
+
+    topic: str
+    message: str
+
+
+@dataclass
+class Summary:
+    """What was looked at (`values`, by name) and what is wrong with it (`findings`)."""
+
+    findings: list[Finding] = field(default_factory=list)
+    values: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def topics(self) -> list[str]:
+        """Topics of the findings."""
+        return [finding.topic for finding in self.findings]
+
+    def add(self, topic: str, message: str) -> None:
+        """Note a finding."""
+        self.findings.append(Finding(topic, message))
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in self.values.items())
+        lines = [f"- {finding.topic}: {finding.message}" for finding in self.findings]
+        return "\n".join([numbers, *(lines or ["Nothing found wrong."])])
+
+
+@torch.no_grad()
+def summary(
+    model: DAK,
+    posterior: Posterior,
+    x: Tensor,
+    y: Tensor,
+    *,
+    num_samples: int = 2000,
+    seed: int = 0,
+) -> Summary:
+    """Look for what commonly goes wrong, and say it in words.
+
+    Dead units, inputs outside the grid, a grid too coarse for the kernel; units or a whole model
+    that have stayed at the prior; k-hat of the guide and of leave-one-out above 0.7; predictions
+    that are too narrow, too wide or biased (PIT; for classes confidence against accuracy);
+    divergences, r-hat and effective sample size of a sampler. On rows that the network was trained
+    on, calibration looks better than it is: give held-out rows to judge it.
+
+    Args:
+        model: the model.
+        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
+        x: inputs that the posterior was made from, `(N, ...)`.
+        y: their targets.
+        num_samples: draws from a guide.
+        seed: of the draws.
+    """
+    x, y = checked_data(model, x, y)
+    h = cached_inputs(model, x)
+    y = y.to(h.device)
+    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    report = Summary()
+    _look_at_inputs(report, model, h)
+    _look_at_weights(report, model, posterior)
+    mean = response(model, posterior, h, draws).mean
+    _look_at_predictions(report, model, mean, y)
+    if draws.log_q is not None:
+        _look_at_k_hat(report, float(guide_weights(model, h, y, draws).k_hat))
+    left_out = loo(model, posterior, x, y, num_samples=num_samples, seed=seed)
+    report.values["elpd_loo"] = left_out.elpd
+    if left_out.num_bad:
+        report.add(
+            "leave-one-out",
+            f"{left_out.num_bad} of {len(y)} rows have k-hat above 0.7: they move the posterior a "
+            "lot when left out (outliers, or noise set too small), and their scores are not "
+            "reliable.",
+        )
+    if isinstance(model.likelihood, CategoricalLikelihood):
+        _look_at_classes(report, y, mean)
+    else:
+        _look_at_pit(report, pit_values(model, posterior, x, y, seed=seed))
+    if isinstance(posterior, MCMCRun):
+        _look_at_chains(report, posterior)
+    return report
+
+
+def _look_at_inputs(report: Summary, model: DAK, h: Tensor) -> None:
+    activation = model.layer.activation
+    low, high = activation.grid.bounds
+    spread = h.amax(0) - h.amin(0)
+    dead = torch.nonzero(spread <= 1e-6 * (high - low)).flatten().tolist()
+    if dead and len(h) > 1:
+        report.add(
+            "dead units",
+            f"{len(dead)} of {model.num_units} units do not vary over the data ({dead[:8]}): look "
+            "for constant features or ReLUs that are always off, or lower `num_units`.",
+        )
+    outside = float(((h < low) | (h > high)).double().mean())
+    report.values["outside_grid"] = outside
+    if outside > 0.05:
+        report.add(
+            "outside the grid",
+            f"{outside:.0%} of the unit inputs lie outside the bounds ({low:g}, {high:g}), where "
+            "the process falls back to its mean: widen `bounds`, or scale the features.",
+        )
+    kept = activation.prior_variance_between_nodes()
+    if model.num_inducing > 1 and kept < 0.5:
+        report.add(
+            "coarse grid",
+            f"between two nodes the prior keeps only {kept:.0%} of its variance: raise `level` or "
+            "the lengthscale.",
+        )
+
+
+def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:
+    """Nats that each unit has learned: the KL of its marginals from a prior with these moments."""
+    prior = model.prior_distribution("z", torch.zeros((), dtype=torch.float64))
+    F, P, M = model.site_shapes["z"]
+    try:
+        prior_mean, prior_var = prior.mean.expand(F, P, M), prior.variance.expand(F, P, M)
+    except NotImplementedError:
+        return
+    if not bool(torch.isfinite(prior_mean + prior_var).all()):
+        return
+    fit = gaussian_fit(model, posterior)
+    mean, var = (
+        part.unflatten(0, (F, -1))[:, -P * M :].unflatten(-1, (P, M)).cpu()
+        for part in (fit.mean, fit.cov.diagonal())
+    )
+    ratio = var / prior_var
+    nats = 0.5 * ((mean - prior_mean).square() / prior_var + ratio - 1 - ratio.log())
+    by_unit = nats.sum((0, 2))
+    report.values["nats_learned"] = float(by_unit.sum())
+    idle = torch.nonzero(by_unit < 0.1).flatten().tolist()
+    if len(idle) == P:
+        report.add(
+            "collapse to the prior",
+            "the posterior of all units is the prior: the model has learned nothing. Train longer, "
+            "lower `noise_scale`, or look at the scale of `y` and of the features.",
+        )
+    elif idle:
+        report.add(
+            "idle units",
+            f"{len(idle)} of {P} units are as in the prior ({idle[:8]}): the data say nothing "
+            "about them, and `num_units` may be lower.",
+        )
+
+
+def _look_at_predictions(report: Summary, model: DAK, mean: Tensor, y: Tensor) -> None:
+    scale = 1.0 if isinstance(model.likelihood, CategoricalLikelihood) else float(y.double().std())
+    if len(y) < 3 or scale == 0:
+        return
+    varies = float(mean.std(0).max()) / scale
+    report.values["predictions_vary"] = varies
+    if varies < 0.05:
+        report.add(
+            "constant predictions",
+            "the mean prediction hardly varies over the rows: the features carry nothing of `y` "
+            "yet, or the noise explains all of it.",
+        )
+
+
+def _look_at_k_hat(report: Summary, k: float) -> None:
+    report.values["k_hat"] = k
+    if k > 0.7:
+        report.add(
+            "k-hat",
+            f"{'infinite' if math.isinf(k) else f'{k:.2f}'}, above 0.7: the guide is far from the "
+            "posterior. Train it longer, or use a richer one (`FullRankGuide`, `run_nuts`).",
+        )
+
+
+def _look_at_pit(report: Summary, pit: Tensor) -> None:
+    ratio, z_score = dispersion(pit)
+    centre = float(pit.mean())
+    report.values |= {"pit_dispersion": ratio, "pit_mean": centre}
+    if z_score > _Z and ratio > 1.2:
+        report.add(
+            "under-dispersed",
+            "predictions are too narrow (the PIT histogram is a valley): `y` falls outside the "
+            "intervals too often. Raise or learn `noise_scale`, or use HeteroscedasticLikelihood.",
+        )
+    if z_score < -_Z and ratio < 0.8:
+        report.add(
+            "over-dispersed",
+            "predictions are too wide (the PIT histogram is a hill). Lower or learn `noise_scale`.",
+        )
+    if abs(centre - 0.5) > max(0.05, _Z / math.sqrt(12 * pit.numel())):
+        side = "low" if centre > 0.5 else "high"
+        report.add("bias", f"predictions are too {side} on average (mean PIT {centre:.2f}).")
+
+
+def _look_at_classes(report: Summary, y: Tensor, probs: Tensor) -> None:
+    hit = float(accuracy(y, probs))
+    confidence = float(probs.amax(-1).mean())
+    report.values |= {
+        "accuracy": hit,
+        "confidence": confidence,
+        "ece": float(expected_calibration_error(y, probs)),
+    }
+    se = math.sqrt(max(confidence * (1 - confidence), 1e-6) / len(y))
+    if abs(confidence - hit) > max(0.05, _Z * se):
+        word = "overconfident" if confidence > hit else "underconfident"
+        report.add(
+            word, f"mean confidence is {confidence:.2f}, accuracy {hit:.2f}: probabilities are off."
+        )
+
+
+def _look_at_chains(report: Summary, run: MCMCRun) -> None:
+    size = min(float(value.min()) for value in run.effective_sample_size().values())
+    r_hat = run.max_r_hat()
+    report.values |= {
+        "divergences": float(run.num_divergences),
+        "max_r_hat": r_hat,
+        "min_ess": size,
+    }
+    if run.num_divergences:
+        report.add(
+            "divergences",
+            f"{run.num_divergences} transitions diverged: raise `target_accept_prob`.",
+        )
+    if r_hat > 1.05:
+        report.add("r-hat", f"up to {r_hat:.2f}: the chains have not mixed. Run longer.")
+    if size < 100:
+        report.add("effective sample size", f"as low as {size:.0f}: run longer.")

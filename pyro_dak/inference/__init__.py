@@ -1,0 +1,1 @@
+"""Posteriors of the weights: guides, objectives, the exact posterior, and Markov chains."""

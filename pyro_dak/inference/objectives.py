@@ -1,0 +1,217 @@
+"""Evidence lower bounds that sample no weights, each a `pyro.infer.ELBO`.
+
+All are in nats for the whole data set: (num_data / N) sum_rows E_q log p(y | f) - KL(q || prior).
+`SVI(model, guide, optim, loss=ClosedFormELBO())` and the module form
+`ClosedFormELBO()(model, guide)` both work; the loss is minus the bound. Nothing is traced: the unit
+inputs are computed once, q(f) is exact, and the KL is closed where (q, prior) has a closed form.
+Other priors cost a single-draw Monte Carlo estimate of the KL.
+"""
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from pyro import poutine
+from pyro.infer import ELBO
+from pyro.infer.util import torch_item
+from torch import Tensor
+
+from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.inference.guides.base import GaussianGuide, MeanFieldGuide
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.modes import own_precision
+from pyro_dak.validation import check_integer
+
+__all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]
+
+
+class ELBOTerms(NamedTuple):
+    """The two terms of a bound, scalars in nats for the whole data set."""
+
+    expected_log_lik: Tensor
+    kl: Tensor
+
+    @property
+    def elbo(self) -> Tensor:
+        """expected_log_lik - kl."""
+        return self.expected_log_lik - self.kl
+
+
+def kl(model: DAK, guide: GaussianGuide) -> Tensor:
+    """KL(q || prior) over the weights, a scalar.
+
+    Exact for normal priors, and for mean-field q wherever torch knows the pair; otherwise the
+    unbiased estimate log q(w) - log p(w) at one draw w.
+    """
+    priors = _normal_priors(model, guide)
+    if priors is not None:
+        return guide.kl_normal(priors)
+    like = model.layer.log_unit_scale
+    distributions = {n: model.prior_distribution(n, like) for n in guide.weight_sites}
+    if isinstance(guide, MeanFieldGuide):
+        try:
+            parts = [
+                torch.distributions.kl_divergence(guide.normal_distribution(name), prior)
+                for name, prior in distributions.items()
+            ]
+            return torch.stack(parts).sum()
+        except NotImplementedError:
+            pass
+    trace = poutine.trace(guide).get_trace()
+    trace.compute_log_prob()
+    log_ratio = like.new_zeros(())
+    for name, prior in distributions.items():
+        log_ratio = log_ratio + trace.nodes[name]["log_prob_sum"]
+        log_ratio = log_ratio - prior.log_prob(trace.nodes[name]["value"])
+    return log_ratio
+
+
+def _normal_priors(model: DAK, guide: GaussianGuide) -> dict[str, tuple[Any, Any]] | None:
+    """(loc, scale) of the priors of the weights by site, or None if some are not normal."""
+    priors = {name: model.normal_prior(name) for name in guide.weight_sites}
+    normal = {name: prior for name, prior in priors.items() if prior is not None}
+    return normal if len(normal) == len(priors) else None
+
+
+def _announce(model: DAK, guide: GaussianGuide) -> None:
+    """Emit the param statements that `SVI` looks for, and see that they are these parameters."""
+    with poutine.trace(param_only=True) as capture:
+        model.announce_parameters()
+        guide.announce_parameters()
+    known = {id(site["value"].unconstrained()) for site in capture.trace.nodes.values()}
+    for name, parameter in [*model.named_parameters(), *guide.named_parameters()]:
+        if id(parameter) not in known:
+            raise RuntimeError(
+                f"Pyro's parameter store holds another tensor under the name of `{name}`, from an "
+                "earlier model; SVI would train that one. Call pyro.clear_param_store() first."
+            )
+
+
+class AnalyticELBO(ELBO):
+    """Base: a bound from the exact q(f) of a `GaussianGuide`; subclasses give the expectation."""
+
+    @abstractmethod
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
+
+    def expected_log_lik(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        """`expected_log_prob` summed over rows, a scalar."""
+        return self.expected_log_prob(likelihood, y, moments).sum()
+
+    def terms(
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
+    ) -> ELBOTerms:
+        """The terms of the bound for a minibatch of a data set of `num_data` rows."""
+        return self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
+
+    def terms_from_units(
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
+    ) -> ELBOTerms:
+        """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
+        self._check(model, guide)
+        y = model.likelihood.check_targets(y, model.num_outputs)
+        if len(y) != len(h):
+            raise ValueError(
+                f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}."
+            )
+        scale = 1.0 if num_data is None else num_data / len(y)
+        # Mixed precision is for the network; the last layer is cheap and keeps its own.
+        with own_precision(h):
+            layer, priors = model.layer, _normal_priors(model, guide)
+            h = h.to(layer.log_unit_scale.dtype)
+            if priors is None:
+                moments, divergence = guide.moments(layer, h), kl(model, guide)
+            else:
+                moments, divergence = guide.moments_and_kl(layer, h, priors)
+            return ELBOTerms(
+                scale * self.expected_log_lik(model.likelihood, y, moments), divergence
+            )
+
+    def differentiable_loss(
+        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
+    ) -> Tensor:
+        """Minus the bound, a scalar that can be differentiated."""
+        return -self.terms(model, guide, x, y, num_data).elbo
+
+    def loss(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, a number."""
+        with torch.no_grad():
+            return torch_item(self.differentiable_loss(model, guide, *args, **kwargs))
+
+    def loss_and_grads(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound, a number; its gradient is added to the parameters. Called by `SVI`."""
+        _announce(model, guide)
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        loss.backward(retain_graph=self.retain_graph)
+        return torch_item(loss)
+
+    def _get_trace(self, model: DAK, guide: GaussianGuide, args: object, kwargs: object) -> None:
+        raise NotImplementedError(f"{type(self).__name__} traces nothing.")
+
+    def _check(self, model: DAK, guide: GaussianGuide) -> None:
+        if not isinstance(guide, GaussianGuide):
+            raise TypeError(
+                f"{type(self).__name__} needs one of pyro_dak's Gaussian guides, whose q(f) is "
+                f"known; got {type(guide).__name__}. Use Trace_ELBO of Pyro for other guides."
+            )
+        if model.has_shrinkage:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs Gaussian f under q, and a prior on `shrinkage` "
+                "breaks it. Use Trace_ELBO of Pyro."
+            )
+
+
+class ClosedFormELBO(AnalyticELBO):
+    """The exact bound without sampling (paper, eq. 23 and KL): the DAK-CF objective.
+
+    For likelihoods whose expectation is closed: Gaussian, heteroscedastic Gaussian, Poisson.
+    """
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_prob(y, moments)
+
+    def expected_log_lik(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_lik(y, moments)
+
+
+class JensenELBO(AnalyticELBO):
+    """A lower bound of the ELBO without sampling, for classes: Jensen on the log-normalizer.
+
+    The normalizer is shifted first so that less is lost (`gaussian.log_normalizer_bound`).
+    """
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        return likelihood.expected_log_prob_bound(y, moments)
+
+
+class LocalReparamELBO(AnalyticELBO):
+    """Monte Carlo over f (N x F) instead of the weights, for any likelihood: DAK-MC.
+
+    Each row has its own draws of f from the exact marginal, so that rows are independent and the
+    gradient is less noisy than with draws of the weights, which all rows share.
+
+    Args:
+        num_samples: S, draws of f per row.
+    """
+
+    def __init__(self, num_samples: int = 8, **kwargs: int):
+        super().__init__(**kwargs)
+        check_integer("num_samples", num_samples, minimum=1)
+        self.num_samples = num_samples
+
+    def expected_log_prob(
+        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
+    ) -> Tensor:
+        f = sample_marginals(moments, self.num_samples)  # (S, N, F)
+        return likelihood.distribution(f).log_prob(y).mean(0)

@@ -1,0 +1,330 @@
+"""DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.nn import PyroModule, pyro_method
+from torch import Tensor, nn
+
+from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.grid import DyadicGrid
+from pyro_dak.additive.kernels import Kernel, LaplaceKernel
+from pyro_dak.additive.layer import AdditiveLayer, Weights
+from pyro_dak.additive.scaling import SCALINGS, build_scaling
+from pyro_dak.fast.folding import FoldedLinear, fold_last_linear, is_plain, is_plain_linear
+from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.model.modes import own_precision
+from pyro_dak.model.priors import (
+    HorseshoePrior,
+    Prior,
+    PriorLike,
+    normal_parameters,
+    resolve_priors,
+    site_prior,
+)
+from pyro_dak.validation import check_integer
+
+__all__ = ["DAK"]
+
+
+class DAK(PyroModule):
+    """Deep additive kernel: extractor -> embedding -> scaling -> additive layer -> likelihood.
+
+    `f_c(x) = sum_p sigma_p phi(h_p(x)) . z[c, p] + mu[c]` (paper, eq. 8). Sites, all outside the
+    data plate: `z` with event `(F, P, M)`, `mu` `(F,)`, with a linear term `linear` `(F, P)`, with
+    a prior over the scales of the units `shrinkage` `(P,)`; then `y` in the plate `data`. F is the
+    number of functions: one per output, two with `HeteroscedasticLikelihood`.
+
+    Args:
+        feature_extractor: any module from x to features `(N, feature_dim)`.
+        feature_dim: D_w.
+        num_units: P.
+        num_outputs: C, outputs or classes.
+        level: L of the grid; M = 2^L - 1.
+        bounds: bounds of the grid.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        likelihood: observation model; the default is `GaussianLikelihood()`.
+        scaling: "standardize", "minmax" or "none".
+        embedding: whether a linear map takes the features to the units; if not, P = D_w.
+        prior: priors of some sites by name (see `pyro_dak.model.priors`); the rest are N(0, 1).
+        linear_term: whether every unit has a Bayesian linear term beside its process.
+    """
+
+    def __init__(
+        self,
+        feature_extractor: nn.Module,
+        feature_dim: int,
+        num_units: int = 16,
+        num_outputs: int = 1,
+        level: int = 5,
+        bounds: tuple[float, float] = (0.0, 1.0),
+        kernel: Kernel | None = None,
+        likelihood: Likelihood | None = None,
+        scaling: str = "standardize",
+        embedding: bool = True,
+        prior: Mapping[str, PriorLike] | None = None,
+        linear_term: bool = False,
+    ):
+        # A context made under this setting can run with local and with global parameters.
+        with pyro.settings.context(module_local_params=True):
+            super().__init__()
+        check_integer("feature_dim", feature_dim, minimum=1)
+        check_integer("num_units", num_units, minimum=1)
+        check_integer("num_outputs", num_outputs, minimum=1)
+        if not embedding and feature_dim != num_units:
+            raise ValueError(
+                f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
+                f"unit per feature; got {num_units}. Set one to the other, or `embedding=True`."
+            )
+        self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
+        self.input_shape: tuple[int, ...] | None = None
+        self.feature_extractor = feature_extractor
+        self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
+        self.scaling = build_scaling(scaling, num_units, bounds)
+        self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
+        activation = KernelActivation(
+            DyadicGrid(level, bounds), LaplaceKernel() if kernel is None else kernel
+        )
+        num_functions = self.likelihood.num_functions(num_outputs)
+        self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term)
+        self.site_shapes = self._site_shapes(dict(prior or {}))
+        self.prior = resolve_priors(_with_global_scale(prior), self.site_shapes)
+
+    def _site_shapes(self, prior: dict[str, PriorLike]) -> dict[str, torch.Size]:
+        F, P, M = self.num_functions, self.num_units, self.num_inducing
+        shapes: dict[str, tuple[int, ...]] = {"mu": (F,)}
+        if self.layer.linear_term:
+            shapes["linear"] = (F, P)
+        shapes["z"] = (F, P, M)
+        if isinstance(prior.get("shrinkage"), HorseshoePrior):
+            shapes["global_shrinkage"] = ()
+        if "shrinkage" in prior:
+            shapes["shrinkage"] = (P,)
+        return {name: torch.Size(shape) for name, shape in shapes.items()}
+
+    @property
+    def num_functions(self) -> int:
+        """F."""
+        return self.layer.num_functions
+
+    @property
+    def num_inducing(self) -> int:
+        """M."""
+        return self.layer.activation.num_inducing
+
+    @property
+    def unit_scale(self) -> Tensor:
+        """sigma, `(P,)`."""
+        return self.layer.unit_scale
+
+    @property
+    def has_shrinkage(self) -> bool:
+        """Whether the scales of the units have a prior of their own."""
+        return "shrinkage" in self.site_shapes
+
+    def unit_inputs(self, x: Tensor) -> Tensor:
+        """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
+        if self.input_shape is None and not torch.compiler.is_compiling():
+            self.input_shape = tuple(x.shape[1:])  # compiled, it would be compiled once more
+        folded = self._fold(x.shape[0])
+        if folded is None:
+            return self.embed(self.feature_extractor(x))
+        b = self._before_last(folded, x)
+        return self.scaling(nn.functional.linear(b, folded.weight, folded.bias))
+
+    def _fold(self, num_rows: int | None) -> FoldedLinear | None:
+        """The embedding as a map of what the last linear layer of the extractor gets, if it pays.
+
+        That layer and the embedding are one matrix then, and the features are never computed.
+        """
+        embedding = self.embedding
+        if embedding is None or not is_plain_linear(embedding) or embedding.bias is not None:
+            return None
+        if not self._has_own("embed"):
+            return None
+        return fold_last_linear(self.feature_extractor, embedding.weight, num_rows)
+
+    def _before_last(self, folded: FoldedLinear, x: Tensor) -> Tensor:
+        """What the folded layer gets, `(N, in_features)`."""
+        for layer in folded.layers:
+            x = layer(x)
+        if x.dim() != 2:
+            self._check_features(folded.last(x))
+        return x
+
+    def fixed_unit_inputs(self, num_rows: int | None = None) -> Callable[[Tensor], Tensor]:
+        """`unit_inputs` in eval mode as a function of x, for many calls, without gradient.
+
+        Embedding and scaling are one affine map, from the weights they have now, unless somebody
+        has put something else in their place: then it is `unit_inputs` itself. A linear layer at
+        the end of the extractor is part of that map too, where this pays for `num_rows` rows.
+        """
+        if not self._is_affine():
+            return torch.no_grad()(self.unit_inputs)
+        extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
+        with torch.no_grad():
+            folded = self._fold(num_rows)
+            gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
+            if folded is not None:
+                weight = gain * folded.weight
+                if folded.bias is not None:
+                    shift = torch.addcmul(shift, gain, folded.bias.unsqueeze(-1))
+            else:
+                weight = gain if embedding is None else gain * embedding.weight
+        apply_map = torch.addcmul if embedding is None else torch.addmm
+
+        @torch.no_grad()
+        def unit_inputs(x: Tensor) -> Tensor:
+            if folded is None:
+                x = extractor(x)
+                check(x)
+            else:
+                x = self._before_last(folded, x)
+            with own_precision(x):  # mixed precision is for the network
+                if x.dtype in (torch.float16, torch.bfloat16):
+                    x = x.to(weight.dtype)
+                return apply_map(shift, weight, x.mT).mT
+
+        return unit_inputs
+
+    def _has_own(self, method: str) -> bool:
+        """Whether a method is the one of this class, not of a subclass or put on the instance."""
+        return getattr(type(self), method) is getattr(DAK, method) and method not in vars(self)
+
+    def _is_affine(self) -> bool:
+        """Whether embedding and scaling are those made here, with nothing hooked to them."""
+        embedding, scaling = self.embedding, self.scaling
+        has_own_methods = self._has_own("unit_inputs") and self._has_own("embed")
+        is_linear = embedding is None or (is_plain_linear(embedding) and embedding.bias is None)
+        is_known = type(scaling) in SCALINGS.values() and is_plain(scaling)
+        return has_own_methods and is_linear and is_known
+
+    def embed(self, features: Tensor) -> Tensor:
+        """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
+        self._check_features(features)
+        return self.scaling(features if self.embedding is None else self.embedding(features))
+
+    def _check_features(self, features: Tensor) -> None:
+        if features.dim() != 2 or features.shape[-1] != self.feature_dim:
+            raise ValueError(
+                f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
+                f"{tuple(features.shape)}. Flatten its output or set `feature_dim`."
+            )
+
+    def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
+        """The generative program; returns y.
+
+        Args:
+            x: inputs, `(N, ...)`.
+            y: targets, or None to sample them.
+            num_data: size of the data set if x is a minibatch: log-likelihoods count
+                num_data / N times.
+        """
+        return self.observe(self.unit_inputs(x), y, num_data)
+
+    @pyro_method
+    def announce_parameters(self) -> None:
+        """Emit Pyro's param statements, for `SVI` with objectives that trace nothing."""
+        for name in [*self._parameters, *self._modules]:
+            getattr(self, name)
+
+    def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
+        """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
+        N = h.shape[-2]
+        h = h.to(self.layer.log_unit_scale.dtype)
+        with own_precision(h):  # mixed precision is for the network
+            f = self.functions(h, self.sample_weights(h))
+        if y is not None:
+            y = self.likelihood.check_targets(y, self.num_outputs)
+        scale = 1.0 if num_data is None else num_data / N
+        with pyro.plate("data", N), poutine.scale(scale=scale):
+            return pyro.sample("y", self.likelihood.distribution(f), obs=y)
+
+    def sample_weights(self, like: Tensor) -> dict[str, Tensor]:
+        """Sample every latent site from its prior."""
+        values: dict[str, Tensor] = {}
+        for name in self.site_shapes:
+            values[name] = pyro.sample(name, self.conditional_prior(name, values, like))
+        return values
+
+    def conditional_prior(
+        self, name: str, values: Mapping[str, Tensor], like: Tensor
+    ) -> dist.Distribution:
+        """Prior of a site given the sites before it, of which only the horseshoe's matters."""
+        if name != "shrinkage" or "global_shrinkage" not in values:
+            return self.prior_distribution(name, like)
+        scale = values["global_shrinkage"].unsqueeze(-1)
+        return dist.HalfCauchy(scale.expand(*scale.shape[:-1], self.num_units)).to_event(1)
+
+    def prior_distribution(self, name: str, like: Tensor) -> dist.Distribution:
+        """Prior of a site, in the dtype and on the device of `like`."""
+        return site_prior(name, self.prior[name], self.site_shapes[name], like)
+
+    def normal_prior(self, name: str) -> tuple[Any, Any] | None:
+        """(loc, scale) of a site's prior if it is a product of normals, else None."""
+        value = self.prior[name]
+        if not isinstance(value, Prior | torch.distributions.Distribution):
+            value = self.prior_distribution(name, self.layer.log_unit_scale)
+        return normal_parameters(value)
+
+    def residual_variance(self, h: Tensor) -> Tensor:
+        """Prior variance of each function that the grid loses at h `(N, P)`, `(N, F)`.
+
+        sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
+        """
+        return self._residual_fn(h)(h)
+
+    def fixed_residual_variance(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """`residual_variance` as a function of h, for many calls, in the precision of `like`."""
+        is_own = self._has_own("residual_variance")
+        return self._residual_fn(like) if is_own else self.residual_variance
+
+    def _residual_fn(self, like: Tensor) -> Callable[[Tensor], Tensor]:
+        if self.has_shrinkage:
+            raise NotImplementedError(
+                "The residual variance is not known with a prior on `shrinkage`; predict without."
+            )
+        var = self.prior_distribution("z", like).variance.expand(self.site_shapes["z"])
+        if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
+            raise NotImplementedError(
+                "The residual variance needs a prior of `z` with finite variance, the same at "
+                "every node of a unit; predict without it."
+            )
+        layer, by_unit = self.layer, var[..., 0].to(like).mT  # (P, F)
+        return lambda h: layer.unit_residuals(h) @ by_unit
+
+    def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
+        """f at unit inputs h for values of the sites, `(..., N, F)`.
+
+        A batch in front of the events is one of draws, with or without Pyro's trailing dimension
+        of size 1 for the data plate.
+        """
+        event_dims = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1}
+        values = {
+            name: _drop_data_dim(sites[name], event_dim)
+            for name, event_dim in event_dims.items()
+            if name in sites
+        }
+        weights = Weights(values["z"], values["mu"], values.get("linear"))
+        return self.layer(h, weights, values.get("shrinkage"))
+
+
+def _with_global_scale(prior: Mapping[str, PriorLike] | None) -> dict[str, PriorLike]:
+    given = dict(prior or {})
+    if isinstance(given.get("shrinkage"), HorseshoePrior):
+        given["global_shrinkage"] = given["shrinkage"]
+    return given
+
+
+def _drop_data_dim(value: Tensor, event_dim: int) -> Tensor:
+    """A site's value without the dimension of the data plate, if it has one.
+
+    Under vectorised particles Pyro gives `(S, 1, *event)`, where 1 is the data plate; from
+    posterior samples `Predictive` gives `(S, *event)`. Weights never vary over the data.
+    """
+    has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
+    return value.squeeze(-event_dim - 1) if has_data_dim else value

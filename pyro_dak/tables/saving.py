@@ -1,0 +1,155 @@
+"""Fitted estimators on disk, without pickle: safetensors for arrays, JSON for everything else."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyro_dak.inference.guides.base import MeanFieldGuide
+from pyro_dak.tables.ensemble import Ensemble
+from pyro_dak.training.checkpoint import (
+    CheckpointError,
+    describe,
+    is_ours,
+    read_directory,
+    write_directory,
+)
+from pyro_dak.training.describe import build_guide, build_model
+from pyro_dak.training.plan import History
+
+__all__ = ["check_path", "read_estimator", "write_estimator"]
+
+# Attributes of a fitted estimator that are arrays, and those that are plain values.
+_ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
+_VALUES = (
+    "calibration_",
+    "tail_df_",
+    "mixture_factor_",
+    "is_multi_output_",
+    "n_features_in_",
+    "num_rows_seen_",
+)
+
+
+def check_path(path: Path, overwrite: bool) -> None:
+    """Raise unless a model may be written to `path`."""
+    if path.exists():
+        if not overwrite:
+            raise FileExistsError(f"`{path}` exists; pass overwrite=True to replace it.")
+        if not is_ours(path):
+            raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
+
+
+def write_estimator(
+    estimator: Any, path: str | os.PathLike[str], overwrite: bool, extra: dict[str, Any] | None
+) -> Path:
+    """Write a fitted estimator to the directory `path`; `extra` is kept beside it, as JSON."""
+    path = Path(path)
+    check_path(path, overwrite)
+    state = vars(estimator)
+    tensors = {f"ensemble.{n}": t.detach().cpu() for n, t in estimator.ensemble_.tensors.items()}
+    for name in _ARRAYS:
+        if name in state:
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(state[name], dtype=np.float64))
+    parameters = estimator.get_params()
+    if not isinstance(parameters["random_state"], int | None):
+        parameters["random_state"] = None  # a generator: what it has drawn is in the weights
+    parameters["hidden_layer_sizes"] = list(parameters["hidden_layer_sizes"])
+    config = {
+        "model": None,  # several of them: `pyro_dak.load` is for one
+        "estimator": {
+            "name": type(estimator).__name__,
+            "parameters": parameters,
+            "values": {name: state[name] for name in _VALUES if name in state},
+            "feature_names": _labels(state.get("feature_names_in_")),
+            "classes": _labels(state.get("classes_")),
+            "architecture": describe(estimator.ensemble_.model, estimator.ensemble_.guide),
+            "history": estimator.history_.rows,
+            "best_epoch": estimator.history_.best_epoch,
+        },
+        "extra": extra,
+    }
+    write_directory(path, config, {name: t.contiguous() for name, t in tensors.items()})
+    return path
+
+
+def read_estimator(
+    path: str | os.PathLike[str], classes: dict[str, type]
+) -> tuple[Any, dict[str, Any] | None]:
+    """A fitted estimator and what was kept beside it.
+
+    Args:
+        path: the directory.
+        classes: the estimators that may be built, by name.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = Path(path)
+    config, tensors, _ = read_directory(path)
+    content = config.get("estimator")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a model, not an estimator; use `pyro_dak.load`.")
+    try:
+        if content["name"] not in classes:
+            raise ValueError(f"holds a {content['name']}, expected {' or '.join(classes)}.")
+        parameters = dict(content["parameters"])
+        parameters["hidden_layer_sizes"] = tuple(parameters["hidden_layer_sizes"])
+        estimator = classes[content["name"]](**parameters)
+        state = {name: content["values"][name] for name in _VALUES if name in content["values"]}
+        if "tail_df_" in state:
+            state.setdefault("mixture_factor_", 1.0)  # files of older versions have none
+        state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
+        for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
+            if content[key] is not None:
+                state[name] = _from_labels(content[key])
+        state["ensemble_"] = _ensemble(content["architecture"], tensors)
+        state["history_"] = History(content["history"], "finished", content["best_epoch"])
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+    vars(estimator).update(state)
+    return estimator, config.get("extra")
+
+
+def _ensemble(architecture: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Ensemble:
+    """An ensemble of the stored architecture with the stored weights."""
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(architecture["model"])
+        guide = build_guide(architecture["guide"], model, None)
+    model.input_shape = tuple(architecture["input_shape"])
+    if not isinstance(guide, MeanFieldGuide):
+        raise ValueError("the guide is not a MeanFieldGuide")
+    ensemble = Ensemble([(model, guide)])
+    stored = {
+        n.removeprefix("ensemble."): t for n, t in tensors.items() if n.startswith("ensemble.")
+    }
+    if {n: t.shape[1:] for n, t in stored.items()} != {
+        n: t.shape[1:] for n, t in ensemble.tensors.items()
+    }:
+        raise ValueError("weights do not fit the architecture")
+    ensemble.tensors = {
+        name: stored[name].clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in ensemble.tensors.items()
+    }
+    return ensemble
+
+
+def _labels(values: Any) -> dict[str, Any] | None:
+    """An array of names or labels as JSON: its kind and its entries."""
+    if values is None:
+        return None
+    kind = values.dtype.kind
+    if kind not in "OUiufb" or (kind == "O" and not all(isinstance(v, str) for v in values)):
+        raise ValueError(
+            f"Labels of type {values.dtype} cannot be stored as data; use strings or numbers."
+        )
+    return {"dtype": "O" if kind == "O" else values.dtype.str, "values": values.tolist()}
+
+
+def _from_labels(content: dict[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
+    dtype = np.dtype(content["dtype"])
+    if dtype.kind not in "OUiufb":
+        raise ValueError(f"labels of kind {dtype.kind!r}")
+    return np.array(content["values"], dtype=dtype)

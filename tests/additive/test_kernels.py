@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
+
+KERNELS = [LaplaceKernel(0.7), MaternKernel(0.7, nu=1.5), MaternKernel(0.7), RBFKernel(0.7)]
+
+
+def name(kernel):
+    return f"{type(kernel).__name__}{getattr(kernel, 'nu', '')}"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "value"),
+    [
+        (LaplaceKernel(2.0), math.exp(-0.5)),
+        (MaternKernel(2.0, nu=1.5), (1 + math.sqrt(3) / 2) * math.exp(-math.sqrt(3) / 2)),
+        (MaternKernel(2.0, nu=2.5), (1 + math.sqrt(5) / 2 + 5 / 12) * math.exp(-math.sqrt(5) / 2)),
+        (RBFKernel(2.0), math.exp(-1 / 8)),
+    ],
+    ids=["laplace", "matern32", "matern52", "rbf"],
+)
+def test_value_at_distance_one_is_the_textbook_formula(kernel, value):
+    assert_close(kernel(torch.tensor([3.0]), torch.tensor([4.0])), torch.tensor([[value]]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_matrix_is_the_loop_over_distances(kernel):
+    a, b = torch.randn(2, 3), torch.randn(4)
+    expected = [[[kernel.of_distance((s - t).abs()) for t in b] for s in row] for row in a]
+    assert_close(kernel(a, b), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_variance_is_one_and_covariance_vanishes_far_away(kernel):
+    assert kernel.of_distance(torch.tensor(0.0)) == 1
+    assert kernel.of_distance(torch.tensor(1e4)) == 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_matrix_is_positive_semidefinite(kernel):
+    a = torch.randn(30)
+    assert torch.linalg.eigvalsh(kernel(a, a)).min() > -1e-12
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_lengthscale_measures_distance(kernel):
+    r = torch.rand(5)
+    unit = type(kernel)(1.0, **({"nu": kernel.nu} if isinstance(kernel, MaternKernel) else {}))
+    assert_close(kernel.of_distance(0.7 * r), unit.of_distance(r))
+
+
+def test_only_laplace_is_markov():
+    assert [kernel.is_markov for kernel in KERNELS] == [True, False, False, False]
+
+
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize("kernel_class", [LaplaceKernel, MaternKernel, RBFKernel])
+@pytest.mark.parametrize("lengthscale", [0.0, -1.0, float("nan"), float("inf")])
+def test_lengthscale_must_be_positive_and_finite(kernel_class, lengthscale):
+    with pytest.raises(ValueError, match="`lengthscale` must be positive and finite; got"):
+        kernel_class(lengthscale)
+
+
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize("lengthscale", ["1", True, None])
+def test_lengthscale_must_be_a_number(lengthscale):
+    with pytest.raises(TypeError, match="`lengthscale` must be a real number; got"):
+        LaplaceKernel(lengthscale)
+
+
+@pytest.mark.parametrize("nu", [0.5, 2.0])
+def test_matern_names_the_smoothness_it_has(nu):
+    with pytest.raises(ValueError, match=r"`nu` must be 1.5 or 2.5; got .* use LaplaceKernel"):
+        MaternKernel(1.0, nu=nu)

@@ -1,0 +1,182 @@
+"""ArviZ, 0.x or 1.x, reads what we export, from samplers and from guides."""
+
+import sys
+
+import numpy
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from torch.testing import assert_close
+
+from pyro_dak import GaussianLikelihood, HorseshoePrior, run_nuts, to_arviz
+from pyro_dak.diagnostics.arviz import import_optional
+from pyro_dak.diagnostics.checks import loo
+from pyro_dak.inference.densities import log_joint, log_likelihood
+from tests import scenarios
+
+matplotlib = import_optional("matplotlib")
+matplotlib.use("Agg")
+pyplot = import_optional("matplotlib.pyplot")
+arviz = import_optional("arviz")
+
+# Warnings of ArviZ about itself and about short runs; those about us stay errors.
+quiet = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:.*r-hat.*:UserWarning",
+    "ignore:Estimated shape parameter.*:UserWarning",
+    "ignore:.*(layout|tight).*:UserWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    pyplot.close("all")
+
+
+def regression():
+    return scenarios.gaussian_regression(num_outputs=1, num_rows=20)
+
+
+def posterior_of(case, kind):
+    if kind == "exact":
+        return case.exact()
+    if kind == "auto":
+        guide = AutoNormal(case.model, init_scale=0.3)
+        guide(case.x, case.y)
+        return guide
+    if kind == "nuts":
+        return run_nuts(case.model, case.x, case.y, 40, 40, 2, progress=False)
+    return case.guide
+
+
+kinds = pytest.mark.parametrize("kind", ["guide", "auto", "exact", "nuts"])
+
+
+def export(case, kind, **options):
+    return to_arviz(case.model, posterior_of(case, kind), case.x, case.y, num_samples=50, **options)
+
+
+def values(data, group, name):
+    return torch.as_tensor(numpy.asarray(data[group][name]))
+
+
+@quiet
+@kinds
+def test_groups_and_dimensions(kind):
+    data = export(regression(), kind)
+    assert data["posterior"]["z"].dims == ("chain", "draw", "output", "unit", "node")
+    assert data["posterior"]["mu"].dims == ("chain", "draw", "output")
+    assert data["posterior_predictive"]["y"].dims == ("chain", "draw", "obs_id")
+    assert data["log_likelihood"]["y"].dims == ("chain", "draw", "obs_id")
+    assert data["observed_data"]["y"].dims == ("obs_id",)
+    assert data["constant_data"]["unit_inputs"].dims == ("obs_id", "unit")
+    stats = {"log_p", "log_q"}
+    if kind == "nuts":
+        stats = {"lp", "diverging", "n_steps", "step_size"}
+    assert set(data["sample_stats"].data_vars) == stats
+
+
+@quiet
+@pytest.mark.parametrize("likelihood", scenarios.LIKELIHOODS)
+def test_every_likelihood_is_exported(likelihood):
+    case = scenarios.make(likelihood, prior={"shrinkage": HorseshoePrior()})
+    data = export(case, "guide")
+    function = "function" if likelihood == "heteroscedastic" else "output"
+    assert data["posterior"]["z"].dims[2:] == (function, "unit", "node")
+    assert data["posterior"]["shrinkage"].dims[2:] == ("unit",)
+    columns = () if likelihood == "categorical" else ("output",)
+    assert data["observed_data"]["y"].dims == ("obs_id", *columns)
+    assert data["posterior_predictive"]["y"].dims == ("chain", "draw", "obs_id", *columns)
+    assert data["log_likelihood"]["y"].dims == ("chain", "draw", "obs_id")
+    draws = {n: values(data, "posterior", n).flatten(0, 1) for n in case.model.site_shapes}
+    expected = log_likelihood(case.model, case.h.detach(), case.y, draws)
+    assert_close(values(data, "log_likelihood", "y").flatten(0, 1), expected)
+    expected = log_joint(case.model, case.h.detach(), case.y, draws)
+    assert_close(values(data, "sample_stats", "log_p").flatten(), expected)
+
+
+@quiet
+def test_sampled_scales_have_their_dimensions():
+    noise = GaussianLikelihood(torch.tensor([0.3, 0.8]))
+    case = scenarios.make(noise, num_rows=20)
+    run = run_nuts(
+        case.model,
+        case.x,
+        case.y,
+        20,
+        20,
+        noise_prior=dist.HalfNormal(torch.tensor(1.0)),
+        unit_scale_prior=dist.HalfNormal(torch.tensor(1.0)),
+        max_tree_depth=4,
+        progress=False,
+    )
+    data = to_arviz(case.model, run, case.x, case.y)
+    assert data["posterior"]["noise_scale"].dims == ("chain", "draw", "output")
+    assert data["posterior"]["unit_scale"].dims == ("chain", "draw", "unit")
+
+
+@quiet
+@kinds
+def test_arviz_reads_it(kind):
+    data = export(regression(), kind)
+    table = arviz.summary(data, var_names=["mu", "z"])
+    assert len(table) == 7
+    result = arviz.loo(data)
+    assert numpy.isfinite(result.elpd_loo if hasattr(result, "elpd_loo") else result.elpd)
+    assert arviz.plot_trace(data, var_names=["mu"]) is not None
+    plot_ppc = arviz.plot_ppc if hasattr(arviz, "plot_ppc") else arviz.plot_ppc_dist
+    assert plot_ppc(data) is not None
+
+
+@quiet
+def test_arviz_compares_models():
+    case = regression()
+    ranked = arviz.compare({kind: export(case, kind) for kind in ("exact", "nuts")})
+    assert set(ranked.index) == {"exact", "nuts"}
+
+
+@quiet
+def test_our_leave_one_out_equals_that_of_arviz():
+    case = regression()
+    run = run_nuts(case.model, case.x, case.y, 200, 100, progress=False)
+    theirs = arviz.loo(to_arviz(case.model, run, case.x, case.y), reff=1.0)
+    elpd = theirs.elpd_loo if hasattr(theirs, "elpd_loo") else theirs.elpd
+    assert loo(case.model, run, case.x, case.y).elpd == pytest.approx(float(elpd))
+
+
+@quiet
+@pytest.mark.skipif(not hasattr(arviz, "loo_approximate_posterior"), reason="only in ArviZ 1.x")
+def test_arviz_corrects_for_the_guide_as_we_do():
+    case = regression()
+    data = to_arviz(case.model, case.guide, case.x, case.y, num_samples=500)
+    stats = data["sample_stats"]
+    theirs = arviz.loo_approximate_posterior(data, log_p=stats["log_p"], log_q=stats["log_q"])
+    ours = loo(case.model, case.guide, case.x, case.y, num_samples=2000)
+    # This guide is far off, and the two smooth the far end of a heavy tail differently.
+    assert ours.elpd == pytest.approx(float(theirs.elpd), rel=1e-3)
+
+
+@quiet
+def test_without_targets_there_are_predictions_only():
+    case = regression()
+    data = to_arviz(case.model, case.guide, case.x, num_samples=5)
+    groups = data.groups() if callable(data.groups) else data.groups
+    assert {name.strip("/") for name in groups} - {""} == {
+        "posterior",
+        "posterior_predictive",
+        "sample_stats",
+        "constant_data",
+    }
+    again = to_arviz(case.model, case.guide, case.x, num_samples=5)
+    first, second = (values(d, "posterior_predictive", "y") for d in (data, again))
+    assert torch.equal(first, second)
+
+
+def test_a_missing_arviz_is_named_with_its_remedy(monkeypatch):
+    case = regression()
+    monkeypatch.setitem(sys.modules, "arviz", None)
+    with pytest.raises(ImportError, match=r"needs arviz, .*pip install 'pyro_dak\[diagnostics\]'"):
+        to_arviz(case.model, case.guide, case.x)

@@ -1,0 +1,88 @@
+"""The comparison of the estimators with networks, end to end on a few rows."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from experiments import estimators
+from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.predictive import StudentPrediction
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def test_comparison_runs_resumes_and_writes_its_table(tmp_path):
+    app = typer.Typer()
+    app.command()(estimators.main)
+    for _ in range(2):
+        result = CliRunner().invoke(app, ["--quick", "--out", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+    assert "rmse" not in result.output  # the second call had nothing to run
+    for name in estimators.MODELS:
+        content = json.loads((tmp_path / "diabetes" / f"{name}-split0.json").read_text())
+        assert np.isfinite(content["metrics"][name]["nlpd"])
+
+
+def test_table_holds_means_over_splits(tmp_path):
+    for split, rmse in enumerate((1.0, 3.0)):
+        metrics = {"rmse": rmse, "nlpd": 0.0, "coverage_95": 0.9}
+        content = {"config": {"dataset": "wine", "split": split}, "metrics": {"dak": metrics}}
+        (tmp_path / f"{split}.json").write_text(json.dumps(content))
+    assert "| wine | 2 | rmse | 2.000 ± 1.000 |" in estimators.table(tmp_path)
+
+
+def test_splits_that_some_model_lacks_are_left_out(tmp_path):
+    for name, split, rmse in (("dak", 0, 1.0), ("dak", 1, 9.0), ("nn", 0, 2.0)):
+        config = {"dataset": "wine", "split": split}
+        content = {"config": config, "metrics": {name: {"rmse": rmse}}}
+        (tmp_path / f"{name}{split}.json").write_text(json.dumps(content))
+    assert "| wine | 1 | rmse | 1.000 | 2.000 |" in estimators.table(tmp_path)
+
+
+def test_summary_counts_the_sets_where_a_claim_holds_and_names_the_others():
+    columns = ("rmse", "nlpd", "coverage_95", "fit_seconds")
+    values = {
+        "dak": (1.0, 0.0, 0.95, 2.0),
+        "nn": (0.98, 1.0, 0.5, 1.0),
+        "nn_calibrated": (0.98, 0.5, 0.95, 1.0),
+        "dak5": (0.9, -1.0, 0.95, 3.0),
+        "mv5": (0.9, -0.5, 0.5, 1.0),
+        "mv5_calibrated": (0.9, -0.7, 0.95, 1.0),
+    }
+    scores = {
+        (dataset, name): [dict(zip(columns, row, strict=True))]
+        for dataset in ("yacht", "wine")
+        for name, row in values.items()
+    }
+    scores["wine", "nn"] = [{"rmse": 0.9, "nlpd": -0.1, "coverage_95": 0.9, "fit_seconds": 1.0}]
+    lines = estimators.summary(scores)
+    assert lines[0] == "- `dak` has a better NLPD than `nn` on 1 of 2 sets (not wine)."
+    assert lines[2].endswith("on 1 of 2 sets (not wine).")
+    assert lines[3].endswith("on 2 of 2 sets.")
+    assert "takes 1.50 times as long" in lines[-1]
+
+
+def test_scores_of_a_perfect_prediction():
+    y = np.arange(5.0)
+    prediction = StudentPrediction(y, np.zeros(5), np.ones(5))
+    scores = estimators.score(prediction, y)
+    assert scores["rmse"] == 0
+    assert scores["coverage_95"] == 1
+    assert scores["nlpd"] == pytest.approx(0.5 * np.log(2 * np.pi))
+
+
+def test_mean_variance_networks_learn_mean_and_noise():
+    x = torch.randn(400, 1)
+    y = x + (0.1 + 0.9 * (x > 0)) * torch.randn(400, 1)
+    network = estimators.StackedMLP(1, 2, heteroscedastic=True, seed=0)
+    train(network, Rows(x, y, torch.ones(400)), TrainingPlan(40, 100))
+    with torch.no_grad():
+        _, log_var = network.moments(torch.tensor([[-1.0], [1.0]]))
+    assert (log_var[:, 1] - log_var[:, 0] > 1).all()

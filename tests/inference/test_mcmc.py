@@ -1,0 +1,289 @@
+"""NUTS and HMC: their target is Pyro's, and their draws are those of the posterior."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.mcmc.util import initialize_model
+from torch.testing import assert_close
+
+from pyro_dak import (
+    GammaScalePrior,
+    GaussianLikelihood,
+    HorseshoePrior,
+    LaplacePrior,
+    StudentTPrior,
+    exact_posterior,
+    run_nuts,
+)
+from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak.inference.densities import log_joint, log_likelihood
+from pyro_dak.inference.draws import draw_posterior
+from pyro_dak.inference.mcmc.chains import effective_sample_size
+from pyro_dak.inference.mcmc.nuts import MCMCRun, _warn_if_untrustworthy, run_hmc
+from pyro_dak.inference.mcmc.target import Target
+from tests import scenarios
+
+PRIORS = {
+    "normal": None,
+    "student_t": {"z": StudentTPrior(3.0)},
+    "laplace": {"z": LaplacePrior(), "mu": StudentTPrior(1.0)},  # infinite variance
+    "horseshoe": {"shrinkage": HorseshoePrior()},
+    "gamma": {"z": StudentTPrior(), "shrinkage": GammaScalePrior(2.0, 3.0)},
+    "beta": {"shrinkage": dist.Beta(torch.tensor(2.0), torch.tensor(3.0))},
+}
+
+
+@pytest.mark.parametrize(
+    ("whiten", "num_rows"), [(False, 5), (True, 5), (True, 30)], ids=str
+)  # fewer rows than weights, and more
+@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "heteroscedastic", "poisson"])
+def test_potential_is_that_of_the_pyro_model(likelihood, prior, whiten, num_rows):
+    case = scenarios.make(likelihood, prior=prior, linear_term=True, num_rows=num_rows)
+    h = case.h.detach()
+    _, potential_fn, transforms, _ = initialize_model(case.model.observe, (h, case.y))
+    target = Target(case.model, h, case.y, whiten=whiten)
+    values, expected = [], []
+    for seed in range(3):
+        position = target.initial_position(torch.Generator().manual_seed(seed))
+        values.append(target({"position": position}))
+        sites = {name: value[0] for name, value in target.sites(position.unsqueeze(0)).items()}
+        unconstrained = {
+            name: transforms[name](value) if name in transforms else value
+            for name, value in sites.items()
+        }
+        expected.append(potential_fn(unconstrained).detach())
+    # Whitening has a constant Jacobian, which is left out.
+    assert_close(torch.stack(values) - values[0], torch.stack(expected) - expected[0])
+    assert_close(values[0], expected[0])
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "student_t"])
+def test_potential_with_sampled_scales_adds_their_priors(likelihood):
+    case = scenarios.make(likelihood, linear_term=True)
+    priors = {
+        "noise_scale": dist.HalfNormal(torch.tensor(0.7)).expand([]).to_event(0),
+        "unit_scale": dist.LogNormal(torch.zeros(2), torch.ones(2)).to_event(1),
+    }
+    h = case.h.detach()
+    target = Target(case.model, h, case.y, priors)
+    position = target.initial_position(torch.Generator().manual_seed(0))
+    sites = target.sites(position.unsqueeze(0))
+    expected = sum(prior.log_prob(sites[name][0]) for name, prior in priors.items())
+    expected += log_likelihood(case.model, h, case.y, sites).sum()
+    for name in ("mu", "linear", "z"):
+        expected += torch.distributions.Normal(0.0, 1.0).log_prob(sites[name]).sum()
+    assert_close(target.log_joints(sites)[0], expected)
+    jacobian = sites["noise_scale"].log().sum() + sites["unit_scale"].log().sum()
+    assert_close(target({"position": position}), -expected - jacobian)
+
+
+def test_whitened_regression_is_a_standard_normal():
+    case = scenarios.gaussian_regression(num_rows=30)
+    target = Target(case.model, case.h.detach(), case.y)
+    position = torch.randn(target.num_weights)
+    centre = target({"position": torch.zeros_like(position)})
+    assert_close(target({"position": position}) - centre, 0.5 * position.square().sum())
+
+
+def within_monte_carlo_error(run, fit):
+    """Largest distances of means and variances from a Gaussian truth, in their standard errors.
+
+    Of n independent draws the mean has variance sd^2 / n, and the mean of squares 2 sd^4 / n.
+    """
+    names = [name for name in ("mu", "linear", "z") if name in run.sites]
+    parts = [run.sites[n].flatten(3) if n == "z" else run.sites[n].unsqueeze(-1) for n in names]
+    draws = torch.cat(parts, -1).flatten(2)  # (chains, draws, W)
+    mean_se = fit.sd / effective_sample_size(draws).sqrt()
+    squares = (draws - fit.mean).square()
+    var_se = fit.sd.square() * (2 / effective_sample_size(squares)).sqrt()
+    mean_error = (draws.flatten(0, 1).mean(0) - fit.mean) / mean_se
+    sd_error = (squares.flatten(0, 1).mean(0) - fit.sd.square()) / var_se
+    return mean_error.abs().max(), sd_error.abs().max()
+
+
+@pytest.mark.usefixtures("no_type_checker")
+def test_nuts_agrees_with_the_exact_posterior():
+    """49 weights; means and variances within four Monte Carlo standard errors."""
+    case = scenarios.gaussian_regression(num_outputs=1, num_units=16, level=2, num_rows=60)
+    exact = exact_posterior(case.model, case.x, case.y)
+    run = run_nuts(case.model, case.x, case.y, 400, 150, 2, progress=False)
+    fit = gaussian_fit(case.model, exact)
+    assert len(fit.mean) == 49
+    mean_error, sd_error = within_monte_carlo_error(run, fit)
+    assert mean_error < 4
+    assert sd_error < 4
+    assert run.num_divergences == 0
+    assert run.max_r_hat() < 1.05
+
+
+@pytest.mark.usefixtures("no_type_checker")
+def test_hmc_agrees_with_the_exact_posterior():
+    case = scenarios.gaussian_regression(num_rows=30)
+    run = run_hmc(case.model, case.x, case.y, 400, 100, progress=False)
+    fit = gaussian_fit(case.model, exact_posterior(case.model, case.x, case.y))
+    assert max(within_monte_carlo_error(run, fit)) < 4
+
+
+@pytest.mark.usefixtures("no_type_checker")
+def test_nuts_without_whitening_has_the_same_posterior():
+    case = scenarios.gaussian_regression(num_outputs=1, num_units=1)
+    run = run_nuts(case.model, case.x, case.y, 300, 100, whiten=False, progress=False)
+    fit = gaussian_fit(case.model, exact_posterior(case.model, case.x, case.y))
+    assert max(within_monte_carlo_error(run, fit)) < 4
+
+
+def importance_moments(case, num_draws=50_000):
+    """Mean of every mu under the posterior, from draws of the prior weighted by the likelihood."""
+    like = torch.zeros(())
+    sites = {
+        n: case.model.prior_distribution(n, like).sample((num_draws,))
+        for n in case.model.site_shapes
+    }
+    weights = log_likelihood(case.model, case.h.detach(), case.y, sites).sum(-1).softmax(0)
+    mean = weights @ sites["mu"]
+    se = (weights.square().unsqueeze(-1) * (sites["mu"] - mean).square()).sum(0).sqrt()
+    return mean, se
+
+
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_nuts_of_classes_agrees_with_importance_sampling(likelihood):
+    case = scenarios.make(likelihood, num_units=1, level=1, num_outputs=2, num_rows=6)
+    run = run_nuts(case.model, case.x, case.y, 300, 100, progress=False)
+    mean, se = importance_moments(case)
+    error = (run.standard_error()["mu"].square() + se.square()).sqrt()
+    assert ((run.flat()["mu"].mean(0) - mean).abs() < 4 * error).all()
+
+
+@pytest.mark.usefixtures("no_type_checker")
+def test_sampled_noise_has_the_posterior_of_the_evidence():
+    """p(noise | y) ~ p(noise) p(y | noise), with the evidence in closed form, on a grid."""
+    case = scenarios.gaussian_regression(num_outputs=1, num_rows=12)
+    prior = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
+    run = run_nuts(case.model, case.x, case.y, 200, 100, noise_prior=prior, progress=False)
+    log_noise = torch.linspace(-2.5, 1.5, 41)
+    log_density = []
+    for value in log_noise:
+        case.model.likelihood = GaussianLikelihood(float(value.exp()))
+        log_evidence = exact_posterior(case.model, case.x, case.y).log_evidence
+        log_density.append(log_evidence + prior.log_prob(value.exp()) + value)
+    weights = torch.stack(log_density).softmax(0)
+    sampled = run.sites["noise_scale"].log()
+    assert sampled.shape == (1, 200)
+    mean = (weights * log_noise).sum()
+    se = sampled.std() / effective_sample_size(sampled).sqrt()
+    assert abs(sampled.mean() - mean) < 4 * se
+    squares = (sampled - mean).square()
+    se = squares.std() / effective_sample_size(squares).sqrt()
+    assert abs(squares.mean() - (weights * (log_noise - mean).square()).sum()) < 4 * se
+
+
+@pytest.mark.filterwarnings("ignore:.*(diverged|r-hat).*:UserWarning")
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize("prior", list(PRIORS.values())[1:], ids=list(PRIORS)[1:])
+def test_priors_are_swapped_under_nuts(prior):
+    case = scenarios.make("gaussian", num_outputs=1, prior=prior)
+    run = run_nuts(
+        case.model,
+        case.x,
+        case.y,
+        20,
+        20,
+        max_tree_depth=4,
+        unit_scale_prior=dist.LogNormal(torch.tensor(0.0), torch.tensor(0.3)),
+        progress=False,
+    )
+    shapes = {name: tuple(value.shape[2:]) for name, value in run.sites.items()}
+    assert shapes == {n: tuple(s) for n, s in case.model.site_shapes.items()} | {"unit_scale": (2,)}
+    assert all(bool(torch.isfinite(value).all()) for value in run.sites.values())
+    if case.model.has_shrinkage:
+        assert (run.sites["shrinkage"] > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_runs_are_seeded_chain_by_chain_and_leave_no_trace():
+    case = scenarios.make("categorical", num_outputs=3)
+    before, mode = torch.get_rng_state(), case.model.training
+    first = run_nuts(case.model, case.x, case.y, 10, 10, 2, seed=1, progress=False)
+    again = run_nuts(case.model, case.x, case.y, 10, 10, 1, seed=2, progress=False)
+    assert torch.equal(first.sites["z"][1], again.sites["z"][0])
+    assert not torch.equal(first.sites["z"][0], first.sites["z"][1])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert case.model.training == mode
+    assert all(parameter.grad is None for parameter in case.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_a_run_says_what_it_did():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    run = run_nuts(case.model, case.x, case.y, 20, 20, 2, progress=False)
+    assert set(run.stats) == {"lp", "diverging", "n_steps", "step_size"}
+    assert {tuple(value.shape) for value in run.stats.values()} == {(2, 20)}
+    assert (run.stats["n_steps"] >= 1).all()
+    expected = log_joint(case.model, case.h.detach(), case.y, run.flat())
+    assert_close(run.stats["lp"].flatten(), expected)
+    report = run.report()
+    assert "2 chains of 20 draws" in report
+    assert "0 divergences" in report
+    assert [line.split()[0] for line in report.splitlines()[2:]] == ["mu", "z"]
+    assert run.get_samples()["z"].shape == (40, 1, 2, 3)
+    assert run.get_samples(group_by_chain=True)["z"].shape == (2, 20, 1, 2, 3)
+    assert draw_posterior(case.model, run) is run
+
+
+def test_progress_is_shown_on_stderr_when_asked_for(capsys):
+    case = scenarios.gaussian_regression(num_outputs=1, num_units=1)
+    run_nuts(case.model, case.x, case.y, 100, 50, progress=True)
+    shown = capsys.readouterr()
+    assert "chain 1/1: 100%" in shown.err
+    assert shown.out == ""
+
+
+def stuck_run(diverging=False):
+    sites = {"mu": torch.zeros(1, 10, 1)}
+    return MCMCRun(sites, stats={"diverging": torch.full((1, 10), diverging)})
+
+
+def test_runs_that_cannot_be_trusted_warn():
+    with pytest.warns(UserWarning, match="r-hat is inf, above 1.05: the chains have not mixed"):
+        _warn_if_untrustworthy(stuck_run())
+    run = stuck_run(diverging=True)
+    run.sites["mu"] = torch.randn(1, 1000, 1)
+    with pytest.warns(UserWarning, match="transitions diverged: .* Raise `target_accept_prob`"):
+        _warn_if_untrustworthy(run)
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_single_precision_models_are_sampled():
+    torch.set_default_dtype(torch.float32)
+    case = scenarios.make("categorical", num_outputs=3, num_rows=30)
+    run = run_nuts(case.model, case.x, case.y, 100, 50, progress=False)
+    assert run.sites["z"].dtype == torch.float64
+    assert run.max_r_hat() < 1.1
+
+
+def test_bad_requests_are_refused():
+    case = scenarios.make("categorical", num_outputs=3)
+    with pytest.raises(ValueError, match="`noise_prior` needs a likelihood with a noise scale"):
+        run_nuts(case.model, case.x, case.y, noise_prior=dist.HalfNormal(torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="`y` must lie between 0 and 2"):
+        run_nuts(case.model, case.x, case.y + 2)
+    with pytest.raises(ValueError, match="`num_samples` must be at least 4"):
+        run_nuts(case.model, case.x, case.y, num_samples=3)
+    positive = scenarios.make(prior={"z": dist.HalfNormal(torch.tensor(1.0))})
+    with pytest.raises(NotImplementedError, match="must have the real line as its support"):
+        run_nuts(positive.model, positive.x, positive.y)
+    with pytest.raises(ValueError, match="`trajectory_length` must be positive"):
+        run_hmc(case.model, case.x, case.y, trajectory_length=0.0)
+
+
+def test_a_density_that_is_nowhere_finite_is_reported():
+    case = scenarios.make("categorical", num_outputs=3)
+    target = Target(case.model, case.h.detach(), case.y, whiten=False)
+    target.design.fill_(math.nan)
+    with pyro.validation_enabled(False), pytest.raises(ValueError, match="not finite at 2 starts"):
+        target.initial_position(torch.Generator(), max_tries=2)

@@ -1,0 +1,412 @@
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from pyro.optim import Adam
+from torch import nn
+from torch.testing import assert_close
+
+from pyro_dak import (
+    DAK,
+    CategoricalLikelihood,
+    ClosedFormELBO,
+    GaussianLikelihood,
+    HorseshoePrior,
+    MeanFieldGuide,
+)
+from pyro_dak.model.dak import _drop_data_dim
+from pyro_dak.model.modes import evaluating
+from tests import scenarios
+from tests.scenarios import LIKELIHOODS, agrees
+
+AUTOGUIDES = [
+    AutoNormal,
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoDelta,
+    AutoIAFNormal,
+]
+
+
+# Sites
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("linear_term", [False, True])
+def test_sites_have_the_stated_shapes(likelihood, linear_term):
+    case = scenarios.make(
+        likelihood, num_outputs=3, linear_term=linear_term, prior={"shrinkage": HorseshoePrior()}
+    )
+    F = 6 if likelihood == "heteroscedastic" else 3
+    expected = {"mu": (F,), "z": (F, 2, 3), "global_shrinkage": (), "shrinkage": (2,)}
+    if linear_term:
+        expected["linear"] = (F, 2)
+    trace = poutine.trace(case.model).get_trace(case.x, case.y)
+    latent = {n: trace.nodes[n]["fn"].event_shape for n in trace.stochastic_nodes if n in expected}
+    assert latent == expected == case.model.site_shapes
+    assert [frame.name for frame in trace.nodes["y"]["cond_indep_stack"]] == ["data"]
+    assert all(not trace.nodes[n]["cond_indep_stack"] for n in expected)
+    assert trace.nodes["y"]["fn"].batch_shape == (8,)
+
+
+@pytest.mark.parametrize("num_data", [None, 8, 40])
+def test_density_is_prior_plus_scaled_likelihood(num_data):
+    case = scenarios.gaussian_regression()
+    sites = case.guide()
+    trace = poutine.trace(poutine.condition(case.model, sites)).get_trace(
+        case.x, case.y, num_data=num_data
+    )
+    normal = torch.distributions.Normal(0.0, 1.0)
+    log_prior = sum(normal.log_prob(value).sum() for value in sites.values())
+    f = case.model.functions(case.h, sites)
+    noise = case.model.likelihood.noise_scale
+    log_lik = torch.distributions.Normal(f, noise).log_prob(case.y).sum()
+    assert_close(trace.log_prob_sum(), log_prior + (num_data or 8) / 8 * log_lik)
+
+
+def test_observe_is_the_program_from_the_unit_inputs_on():
+    case = scenarios.gaussian_regression()
+    conditioned = {"data": case.guide()}
+    runs = [(case.model, case.x), (case.model.observe, case.h)]
+    values = [
+        poutine.trace(poutine.condition(program, conditioned["data"]))
+        .get_trace(inputs, case.y)
+        .log_prob_sum()
+        for program, inputs in runs
+    ]
+    assert_close(values[0], values[1])
+
+
+def test_conditioned_on_weights_the_model_returns_noise_around_f():
+    case = scenarios.make(GaussianLikelihood(1e-6))
+    sites = case.guide()
+    y = poutine.condition(case.model, sites)(case.x)
+    assert_close(y, case.model.functions(case.h, sites), rtol=0, atol=1e-5)
+
+
+def test_prior_draws_of_f_have_the_prior_variance():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    with torch.no_grad():
+        y = Predictive(case.model, {}, num_samples=5000, parallel=True)(case.x)["y"]
+        var = case.model.layer.design(case.h).square().sum(-1, keepdim=True) + 0.25
+    assert agrees(y, 0.0)
+    assert agrees(y.square(), var)
+
+
+# Functions
+
+
+@pytest.mark.parametrize("linear_term", [False, True])
+@pytest.mark.parametrize("batch", [(4,), (4, 1), (2, 3)], ids=["draws", "pyro", "chains"])
+def test_functions_of_draws_equal_a_loop(linear_term, batch):
+    prior = {"shrinkage": HorseshoePrior()}
+    case = scenarios.gaussian_regression(linear_term=linear_term, prior=prior)
+    sites = {n: torch.rand(*batch, *shape) for n, shape in case.model.site_shapes.items()}
+    f = case.model.functions(case.h, sites)
+    flat = {n: sites[n].reshape(-1, *shape) for n, shape in case.model.site_shapes.items()}
+    num_draws = len(flat["mu"])
+    looped = [
+        case.model.functions(case.h, {n: value[s] for n, value in flat.items()})
+        for s in range(num_draws)
+    ]
+    assert f.shape == (*(batch[:1] if batch[-1] == 1 else batch), 8, 2)
+    assert_close(f.reshape(num_draws, 8, 2), torch.stack(looped))
+
+
+@pytest.mark.parametrize(
+    ("shape", "event_dim", "expected"),
+    [
+        ((2, 3, 7), 3, (2, 3, 7)),
+        ((5, 2, 3, 7), 3, (5, 2, 3, 7)),
+        ((5, 1, 2, 3, 7), 3, (5, 2, 3, 7)),
+        ((1, 2, 3, 7), 3, (2, 3, 7)),
+        ((1, 1, 2, 3, 7), 3, (1, 2, 3, 7)),
+        ((4, 5, 1, 2), 1, (4, 5, 2)),
+        ((1,), 1, (1,)),
+        ((1, 1), 1, (1,)),
+    ],
+)
+def test_the_dimension_of_the_data_plate_is_dropped(shape, event_dim, expected):
+    assert _drop_data_dim(torch.zeros(shape), event_dim).shape == expected
+
+
+def test_permuting_units_leaves_f_unchanged():
+    case = scenarios.gaussian_regression(num_units=3, linear_term=True)
+    sites = case.guide()
+    before = case.model.functions(case.h, sites)
+    order = [2, 0, 1]
+    with torch.no_grad():
+        case.model.embedding.weight.copy_(case.model.embedding.weight[order])
+        case.model.layer.log_unit_scale.copy_(case.model.layer.log_unit_scale[order])
+        for buffer in case.model.scaling.buffers():
+            buffer.copy_(buffer[..., order] if buffer.dim() else buffer)
+    sites = {"z": sites["z"][:, order], "mu": sites["mu"], "linear": sites["linear"][:, order]}
+    assert_close(case.model.functions(case.h, sites), before)
+
+
+def test_rows_are_independent_in_eval_mode():
+    case = scenarios.gaussian_regression()
+    assert_close(case.h, torch.cat([case.model.unit_inputs(row) for row in case.x.split(1)]))
+
+
+@pytest.mark.parametrize("scaling", ["standardize", "minmax", "none"])
+@pytest.mark.parametrize("embedding", [True, False])
+def test_fixed_unit_inputs_are_those_of_eval_mode(scaling, embedding):
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    model = DAK(network, 4, num_units=4, scaling=scaling, embedding=embedding)
+    model.unit_inputs(5 + 3 * torch.randn(50, 3))  # running statistics that are not the initial
+    model.eval()
+    x = torch.randn(20, 3)
+    assert_close(model.fixed_unit_inputs()(x), model.unit_inputs(x))
+
+
+def test_fixed_unit_inputs_keep_their_precision_beside_a_network_of_less():
+    model = DAK(nn.Linear(3, 4), 4, num_units=2).float()
+    model.unit_inputs(torch.randn(50, 3).float())
+    model.eval()
+    x = torch.randn(20, 3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.feature_extractor(x)
+        h = model.fixed_unit_inputs()(x)
+    assert features.dtype == torch.bfloat16
+    assert_close(h, model.embed(features.float()).detach(), rtol=1e-5, atol=1e-5)
+
+
+def half_the_input(module, inputs):
+    return (inputs[0] / 2,)
+
+
+class Rescaled(DAK):
+    """A model with unit inputs of its own."""
+
+    def unit_inputs(self, x):
+        return super().unit_inputs(x / 10)
+
+
+@pytest.mark.parametrize("change", ["bias", "hook", "norm", "scaling", "subclass"])
+def test_fixed_unit_inputs_follow_what_somebody_put_in_place_of_the_parts(change):
+    make = Rescaled if change == "subclass" else DAK
+    model = make(nn.Linear(3, 4), 4, num_units=2)
+    if change == "bias":
+        model.embedding = nn.Linear(4, 2)
+    elif change == "hook":
+        model.embedding.register_forward_pre_hook(half_the_input)
+    elif change == "norm":
+        torch.nn.utils.parametrizations.weight_norm(model.embedding)
+    elif change == "scaling":
+        model.scaling = nn.BatchNorm1d(2)
+    model.unit_inputs(5 + torch.randn(50, 3))
+    model.eval()
+    x = torch.randn(20, 3)
+    assert_close(model.fixed_unit_inputs()(x), model.unit_inputs(x).detach())
+
+
+def test_evaluating_brings_every_mode_back():
+    model = DAK(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), 4, num_units=2)
+    model.feature_extractor[1].eval()
+    before = [module.training for module in model.modules()]
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+    model.eval()
+    with evaluating(model):
+        model.train()
+    assert not any(module.training for module in model.modules())
+
+
+def test_parameters_are_counted_as_in_the_paper():
+    model = DAK(
+        nn.Identity(),
+        512,
+        num_units=128,
+        num_outputs=100,
+        level=6,
+        likelihood=CategoricalLikelihood(),
+    )
+    guide = MeanFieldGuide(model)
+    z = guide.z_loc.numel() + guide.z_log_scale.numel()
+    assert z + model.embedding.weight.numel() == 1_678_336  # Table 3: 1.68M
+
+
+# Pyro's tools
+
+
+@pytest.mark.parametrize("objective", [Trace_ELBO, TraceMeanField_ELBO])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_vectorised_particles_have_the_mean_of_a_loop(objective, likelihood):
+    case = scenarios.make(likelihood, num_outputs=3, linear_term=True, spread=0.1)
+    vectorised = objective(300, max_plate_nesting=1, vectorize_particles=True)
+    draws = [
+        torch.tensor(
+            [estimator.loss(case.model, case.guide, case.x, case.y) for _ in range(number)]
+        )
+        for estimator, number in ((vectorised, 10), (objective(), 40))
+    ]
+    error = sum(scenarios.standard_error(d).square() for d in draws).sqrt()
+    assert (draws[0].mean() - draws[1].mean()).abs() < 4 * error
+
+
+def test_predictive_from_posterior_samples_uses_each_draw():
+    case = scenarios.make(GaussianLikelihood(1e-6))
+    posterior = {
+        name: v.squeeze(1).detach() for name, v in scenarios.weight_draws(case.guide, 6).items()
+    }
+    y = Predictive(case.model, posterior, parallel=True)(case.x)["y"]
+    assert_close(y, case.model.functions(case.h, posterior).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("autoguide", AUTOGUIDES)
+def test_autoguides_train_and_predict(autoguide):
+    case = scenarios.gaussian_regression()
+    guide = autoguide(case.model)
+    svi = SVI(case.model, guide, Adam({"lr": 0.02}), Trace_ELBO(8, vectorize_particles=True))
+    losses = [svi.step(case.x, case.y) for _ in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    y = Predictive(case.model, guide=guide, num_samples=3, parallel=True)(case.x)["y"]
+    assert y.shape == (3, 8, 2)
+
+
+def test_autonormal_has_the_elbo_of_our_mean_field_guide():
+    case = scenarios.gaussian_regression()
+    guide = AutoNormal(case.model)
+    guide(case.x, case.y)
+    with torch.no_grad():
+        for name in ("mu", "z"):
+            getattr(guide.locs, name).copy_(getattr(case.guide, f"{name}_loc"))
+            setattr(guide.scales, name, getattr(case.guide, f"{name}_log_scale").exp())
+    closed = ClosedFormELBO().terms(case.model, case.guide, case.x, case.y).elbo.item()
+    draws = scenarios.trace_elbo_draws(scenarios.Scenario(case.model, guide, case.x, case.y))
+    assert agrees(draws, closed)
+
+
+def run_nuts(case, num_samples, **options):
+    mcmc = MCMC(
+        NUTS(case.model.observe, **options), num_samples, num_samples // 2, disable_progbar=True
+    )
+    mcmc.run(case.h.detach(), case.y)
+    return mcmc.get_samples()
+
+
+def test_nuts_runs():
+    case = scenarios.classification(num_units=1, level=1)
+    samples = run_nuts(case, 10, max_tree_depth=3)
+    assert samples["z"].shape == (10, 3, 1, 1)
+    assert samples["mu"].std(0).min() > 0
+
+
+@pytest.mark.slow
+def test_nuts_finds_the_exact_posterior():
+    case = scenarios.gaussian_regression(num_outputs=1, num_units=1)
+    z = run_nuts(case, 400)["z"].flatten(1)
+    guide = case.exact().guide
+    scale = guide.scale_tril[0].square().sum(-1).sqrt()[1:]
+    # Neighbouring draws of NUTS are nearly independent here: a quarter of them is a safe count.
+    error = scale / (len(z) / 4) ** 0.5
+    assert ((z.mean(0) - guide.loc[0, 1:]).abs() < 4 * error).all()
+
+
+def test_render_model_draws_every_site():
+    pytest.importorskip("graphviz")
+    case = scenarios.gaussian_regression(linear_term=True)
+    graph = pyro.render_model(case.model, model_args=(case.x, case.y))
+    assert all(site in graph.source for site in ("mu", "linear", "z", "y", "data"))
+
+
+def test_plain_pyro_script_trains_through_the_global_store():
+    case = scenarios.gaussian_regression()
+    parameters = [*case.model.parameters(), *case.guide.parameters()]
+    before = [p.detach().clone() for p in parameters]
+    svi = SVI(case.model, case.guide, Adam({"lr": 0.01}), Trace_ELBO())
+    svi.step(case.x, case.y, num_data=80)
+    assert all((p != q).any() for p, q in zip(parameters, before, strict=True))
+    assert len(pyro.get_param_store()) == len(parameters)
+
+
+def test_building_a_model_leaves_the_settings_of_pyro():
+    before = dict(pyro.settings.get())
+    scenarios.gaussian_regression()
+    assert dict(pyro.settings.get()) == before
+    assert len(pyro.get_param_store()) == 0
+
+
+def test_a_model_on_the_meta_device_takes_a_state():
+    case = scenarios.gaussian_regression()
+    with torch.device("meta"):
+        extractor = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+        model = DAK(extractor, 4, num_units=2, num_outputs=2, level=2)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu").load_state_dict(case.model.state_dict())
+    assert_close(model.eval().unit_inputs(case.x), case.h)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_step_and_a_predictive_run_on_the_gpu(likelihood):
+    case = scenarios.make(likelihood, num_outputs=3)
+    case.model.cuda(), case.guide.cuda()
+    x, y = case.x.cuda(), case.y.cuda()
+    SVI(case.model, case.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(x, y)
+    assert Predictive(case.model, guide=case.guide, num_samples=2, parallel=True)(x)["y"].is_cuda
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"feature_dim": 0}, ValueError, "`feature_dim` must be at least 1"),
+        ({"num_units": 0}, ValueError, "`num_units` must be at least 1"),
+        ({"num_outputs": -1}, ValueError, "`num_outputs` must be at least 1"),
+        ({"level": 0}, ValueError, "`level`"),
+        ({"scaling": "zscore"}, ValueError, "`scaling` must be one of 'minmax', 'none', 'stand"),
+        ({"bounds": (1.0, 0.0)}, ValueError, "low < high"),
+        (
+            {"embedding": False, "num_units": 3},
+            ValueError,
+            r"`num_units` must equal `feature_dim`=4 without an embedding.*got 3",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(options, kind, message):
+    with pytest.raises(kind, match=message):
+        DAK(nn.Identity(), **{"feature_dim": 4, **options})
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (8, 4, 1), (8,)])
+def test_an_extractor_of_another_width_is_named(shape):
+    model = DAK(nn.Identity(), feature_dim=4, num_units=2, level=3)
+    with pytest.raises(
+        ValueError, match=r"`feature_extractor` must return shape \(N, feature_dim=4\)"
+    ):
+        model(torch.zeros(shape))
+
+
+def test_targets_of_another_shape_are_named():
+    case = scenarios.gaussian_regression()
+    with pytest.raises(ValueError, match=r"`y` must have shape \(N, 2\).*got \(8,\)"):
+        case.model(case.x, case.y[:, 0])
+
+
+def test_float_labels_are_named():
+    case = scenarios.classification()
+    with pytest.raises(TypeError, match="class labels of an integer dtype"):
+        case.model(case.x, case.y.double())
+
+
+def test_a_vector_of_targets_is_one_output():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    losses = [
+        ClosedFormELBO().loss(case.model, case.guide, case.x, y) for y in (case.y, case.y[:, 0])
+    ]
+    assert losses[0] == losses[1]

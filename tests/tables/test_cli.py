@@ -1,0 +1,326 @@
+"""The command line: what it writes, and that broken input gives one clear line and no damage."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pyro_dak import DAKClassifier, DAKRegressor
+from pyro_dak.tables.cli import app
+from pyro_dak.tables.schema import Schema, inputs
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def succeed(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result
+
+
+def fail(*arguments, code=1, match=""):
+    """The command fails with this code, one line on stderr, nothing on stdout, no traceback."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    if code == 1:
+        assert result.stderr.startswith("Error: ")
+        assert len(result.stderr.splitlines()) == 1
+    assert match in result.stderr
+    return result
+
+
+def table(num_rows=60, seed=0):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=num_rows), rng.normal(size=num_rows)
+    colour = rng.choice(["red", "green", "blue"], num_rows)
+    price = 3 * a + (colour == "red") + 0.1 * rng.normal(size=num_rows)
+    b[::7] = np.nan
+    return pd.DataFrame({"a": a, "größe b": b, "colour": colour, "price": price})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A training table, a regression model and a classification model."""
+    folder = tmp_path_factory.mktemp("cli")
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    frame = table()
+    frame.to_csv(folder / "train.csv", index=False)
+    frame.drop(columns="price").to_csv(folder / "new.csv", index=False)
+    options = ("--epochs", 2, "--quiet")
+    succeed("fit", folder / "train.csv", "--target", "price", "--out", folder / "model", *options)
+    arguments = ("--target", "colour", "--out", folder / "classes")
+    succeed("fit", folder / "train.csv", *arguments, *options)
+    torch.set_default_dtype(dtype)
+    return folder
+
+
+def snapshot(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_predictions_are_those_of_the_estimator(files, tmp_path):
+    out = tmp_path / "p.csv"
+    succeed("predict", files / "model", files / "new.csv", "--out", out, "--quiet")
+    found = pd.read_csv(out)
+    assert list(found) == ["mean", "std", "lower", "upper"]
+    to_stdout = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
+    assert to_stdout == out.read_text()
+    model = DAKRegressor.load(files / "model")
+    config = json.loads((files / "model" / "config.json").read_text())
+    X = inputs(pd.read_csv(files / "new.csv"), Schema.from_json(config["extra"]["table"]))
+    mean, std = model.predict(X, return_std=True)
+    np.testing.assert_allclose(found["mean"], mean)
+    np.testing.assert_allclose(found["std"], std)
+    interval = model.predict_interval(X, 0.9)
+    np.testing.assert_allclose(found[["lower", "upper"]], interval)
+
+
+def test_classes_are_found_from_the_column_and_predicted(files):
+    lines = succeed("predict", files / "classes", files / "train.csv", "--quiet").stdout
+    header, *rows = lines.splitlines()
+    assert header == "label,p_blue,p_green,p_red"
+    for row in rows:
+        label, *probs = row.split(",")
+        assert abs(sum(map(float, probs)) - 1) < 1e-6
+        assert label == ["blue", "green", "red"][int(np.argmax(list(map(float, probs))))]
+    assert isinstance(DAKClassifier.load(files / "classes"), DAKClassifier)
+
+
+def test_parquet_gives_what_csv_gives(files, tmp_path):
+    pd.read_csv(files / "new.csv").to_parquet(tmp_path / "new.parquet")
+    out = tmp_path / "out.parquet"
+    succeed("predict", files / "model", tmp_path / "new.parquet", "--out", out, "--quiet")
+    csv = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
+    np.testing.assert_allclose(
+        pd.read_parquet(out), np.loadtxt(csv.splitlines()[1:], delimiter=",")
+    )
+
+
+def test_evaluate_prints_scores_and_draws_the_calibration(files, tmp_path):
+    plot = tmp_path / "calibration.png"
+    arguments = ("evaluate", files / "model", files / "train.csv", "--quiet")
+    scores = json.loads(succeed(*arguments, "--json", "--plot", plot).stdout)
+    y = pd.read_csv(files / "train.csv")["price"]
+    mean = pd.read_csv(
+        io.StringIO(succeed("predict", files / "model", files / "train.csv", "--quiet").stdout)
+    )["mean"]
+    assert scores["rmse"] == pytest.approx(np.sqrt(np.mean((y - mean) ** 2)))
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    fail(*arguments, "--plot", plot, match="--force")
+    assert "rmse" in succeed(*arguments).stdout
+    classes = ("evaluate", files / "classes", files / "train.csv", "--quiet", "--json")
+    assert 0 <= json.loads(succeed(*classes).stdout)["accuracy"] <= 1
+
+
+def test_info_says_what_a_model_is(files):
+    about = json.loads(succeed("info", files / "model", "--json").stdout)
+    assert (about["task"], about["target"]) == ("regression", "price")
+    assert (about["numeric columns"], about["text columns"]) == (2, 1)
+
+
+def test_same_seed_same_model(files, tmp_path):
+    arguments = ("--target", "price", "--epochs", 2, "--quiet", "--seed", 0)
+    succeed("fit", files / "train.csv", "--out", tmp_path / "again", *arguments)
+    for name in ("config.json", "model.safetensors"):
+        first, second = (folder / name for folder in (files / "model", tmp_path / "again"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_bom_crlf_and_another_delimiter_are_read(files, tmp_path):
+    text = pd.read_csv(files / "new.csv").to_csv(index=False, sep=";", lineterminator="\r\n")
+    (tmp_path / "new.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    arguments = ("predict", files / "model", tmp_path / "new.csv", "--quiet")
+    fail(*arguments, match="--delimiter ';'")
+    expected = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
+    assert succeed(*arguments, "--delimiter", ";").stdout == expected
+
+
+def test_existing_output_is_kept_without_force(files, tmp_path):
+    before = snapshot(files)
+    arguments = (files / "train.csv", "--target", "price", "--epochs", 1, "--quiet")
+    fail("fit", *arguments, "--out", files / "model", match="--force")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    fail("fit", *arguments, "--out", tmp_path / "mine", "--force", match="left as it is")
+    fail("predict", files / "model", files / "new.csv", "--out", files / "new.csv", match="--force")
+    assert snapshot(files) == before
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+def test_force_replaces_a_model(files, tmp_path):
+    out = tmp_path / "model"
+    arguments = ("fit", files / "train.csv", "--out", out, "--epochs", 1, "--quiet")
+    succeed(*arguments, "--target", "price")
+    succeed(*arguments, "--target", "colour", "--force")
+    assert json.loads(succeed("info", out, "--json").stdout)["target"] == "colour"
+
+
+BROKEN = {
+    "missing target": (lambda: table().drop(columns="price"), "no column `price`"),
+    "no rows": (lambda: table(0), "no rows"),
+    "one row": (lambda: table(1), "at least 10"),
+    "NaN in the target": (lambda: table().assign(price=[np.nan, *range(59)]), "missing values"),
+    "inf in the target": (lambda: table().assign(price=[np.inf, *range(59)]), "infinite"),
+    "inf in a column": (lambda: table().assign(a=[-np.inf, *range(59)]), "infinite"),
+    "mixed types": (lambda: table().assign(a=["x", *range(59)]), "mixes numbers and text"),
+    "only the target": (lambda: table()[["price"]], "nothing to learn"),
+    "an empty column": (lambda: table().assign(a=np.nan), "is empty"),
+    "names": (lambda: table(300).assign(a=[f"n{i}" for i in range(300)]), "looks like names"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_training_table(case, tmp_path):
+    make, match = BROKEN[case]
+    make().to_csv(tmp_path / "t.csv", index=False)
+    arguments = (tmp_path / "t.csv", "--target", "price", "--out", tmp_path / "model", "--quiet")
+    fail("fit", *arguments, "--epochs", 1, match=match)
+    assert not (tmp_path / "model").exists()
+
+
+BYTES = {
+    "empty": (b"", "is empty"),
+    "blank": (b"\n\n", "is empty"),
+    "binary": (b"\x00\x01\x02" * 100, "binary file"),
+    "not UTF-8": (b"a,price\n\xff\xfe,1\n", "not UTF-8"),
+    "ragged": (b"a,price\n1,2\n1,2,3,4\n", "cannot be read as CSV"),
+    "wrong delimiter": (b"a;b;price\n1;2;3\n", "--delimiter ';'"),
+    "repeated names": (b"a,price,price\n1,2,3\n", "price"),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_broken_file(case, files, tmp_path):
+    data, match = BYTES[case]
+    (tmp_path / "t.csv").write_bytes(data)
+    (tmp_path / "t.parquet").write_bytes(data)
+    arguments = ("--target", "price", "--out", tmp_path / "model", "--quiet")
+    fail("fit", tmp_path / "t.csv", *arguments, match=match if "names" not in case else "")
+    fail("fit", tmp_path / "t.parquet", *arguments, match="Parquet")
+    fail("predict", files / "model", tmp_path / "t.csv")
+    assert not (tmp_path / "model").exists()
+
+
+def test_files_that_are_not_there_and_directories(files, tmp_path):
+    arguments = ("--target", "price", "--out", tmp_path / "model", "--quiet")
+    fail("fit", tmp_path / "none.csv", *arguments, match="no such file")
+    fail("fit", tmp_path, *arguments, match="is a directory")
+    fail("predict", tmp_path / "none", files / "new.csv", match="no such directory")
+    fail("predict", tmp_path, files / "new.csv", match="config.json")
+    fail("predict", files / "new.csv", files / "new.csv", match="no such directory")
+    fail("predict", files / "model", files / "new.csv", "--out", tmp_path, match="is a directory")
+    out = tmp_path / "no" / "p.csv"
+    fail("predict", files / "model", files / "new.csv", "--out", out, match="does not exist")
+
+
+NEW = {
+    "unknown category": (lambda t: t.assign(colour="mauve"), "not there in training"),
+    "lost column": (lambda t: t.drop(columns="a"), "lacks 1 columns"),
+    "text for numbers": (lambda t: t.assign(a="x"), "must hold numbers"),
+    "infinity": (lambda t: t.assign(a=np.inf), "infinite"),
+    "no rows": (lambda t: t[:0], "no rows"),
+}
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_broken_rows_to_predict(case, files, tmp_path):
+    change, match = NEW[case]
+    change(table()).to_csv(tmp_path / "new.csv", index=False)
+    before = snapshot(files)
+    out = tmp_path / "p.csv"
+    arguments = (files / "model", tmp_path / "new.csv")
+    fail("predict", *arguments, "--out", out, "--quiet", match=match)
+    fail("evaluate", *arguments, "--quiet", match=match)
+    assert not out.exists()
+    assert snapshot(files) == before
+
+
+def test_unknown_categories_can_be_ignored_and_missing_values_are_filled_in(files, tmp_path):
+    rows = table().assign(colour="mauve", a=np.nan)
+    rows.to_csv(tmp_path / "new.csv", index=False)
+    arguments = ("predict", files / "model", tmp_path / "new.csv", "--ignore-unknown", "--quiet")
+    assert len(succeed(*arguments).stdout.splitlines()) == 61
+
+
+def test_damaged_model_is_named(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    fail("predict", tmp_path / "model", files / "new.csv", match="model.safetensors")
+    (tmp_path / "model" / "config.json").write_text("{")
+    fail("info", tmp_path / "model", match="config.json")
+
+
+@pytest.mark.slow
+def test_ten_thousand_columns(tmp_path):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(12, 10_000))).add_prefix("x").assign(y=range(12))
+    frame.to_csv(tmp_path / "wide.csv", index=False)
+    arguments = ("--target", "y", "--out", tmp_path / "model", "--epochs", 1, "--quiet")
+    succeed("fit", tmp_path / "wide.csv", *arguments, "--task", "regression")
+    lines = succeed("predict", tmp_path / "model", tmp_path / "wide.csv", "--quiet").stdout
+    assert len(lines.splitlines()) == 13
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("fit", "t.csv"),
+        ("fit", "t.csv", "--target", "y", "--out", "m", "--task", "guess"),
+        ("fit", "t.csv", "--target", "y", "--out", "m", "--epochs", "0"),
+        ("predict", "m", "t.csv", "--level", "2"),
+        ("nonsense",),
+        ("predict", "m"),
+    ],
+)
+def test_wrong_usage_exits_with_two(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert fail(*arguments, code=2).stderr != ""
+
+
+def test_debug_shows_the_error_itself(tmp_path):
+    result = run("--debug", "info", tmp_path)
+    assert result.exit_code == 1
+    assert not isinstance(result.exception, SystemExit)
+
+
+def test_unexpected_errors_are_one_line_too(files, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("the sky\nfell")
+
+    monkeypatch.setattr("pyro_dak.tables.cli.inputs", broken)
+    fail("predict", files / "model", files / "new.csv", match="Error: the sky fell (`pyro-dak")
+
+
+def test_interrupt_is_a_failure(files, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyro_dak.tables.cli.inputs", interrupted)
+    result = run("predict", files / "model", files / "new.csv")
+    assert (result.exit_code, result.stderr) == (1, "Interrupted.\n")
+
+
+def test_missing_packages_are_named_without_traceback():
+    code = "import sys; sys.modules['typer'] = None; from pyro_dak.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: pyro-dak needs typer; install it with")

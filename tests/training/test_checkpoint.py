@@ -1,0 +1,378 @@
+"""Saving and loading: bit-equal, atomic, and safe against damaged and hostile files."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import guides
+from pyro_dak import (
+    DAK,
+    CategoricalLikelihood,
+    CheckpointError,
+    GammaScalePrior,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    HorseshoePrior,
+    LaplacePrior,
+    MaternKernel,
+    MeanFieldGuide,
+    NormalPrior,
+    StudentTLikelihood,
+    StudentTPrior,
+    load,
+    predict,
+    save,
+)
+from pyro_dak.training.describe import (
+    build_model,
+    build_network,
+    describe_guide,
+    describe_network,
+    set_up_guide,
+)
+
+# Loads the model of every guide in a process that has seen none of them, and predicts.
+LOAD_SCRIPT = """
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+import guides
+from pyro_dak import load, predict
+
+torch.set_num_threads(1)
+root = Path(sys.argv[1])
+x = torch.load(root / "x.pt", weights_only=True)
+results = {}
+for entry in sys.argv[2:]:
+    name, is_own = entry.split(":")
+    make = (lambda model: guides.build(name, model)) if is_own == "True" else None
+    model, guide = load(root / name, guide=make)
+    torch.manual_seed(0)
+    prediction = predict(model, guide, x)
+    results[name] = [prediction.mean, prediction.variance]
+torch.save(results, root / "results.pt")
+"""
+
+
+def make_model(dtype: torch.dtype = torch.float32, **options: object) -> tuple[DAK, torch.Tensor]:
+    network = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+    model = DAK(network, 4, **({"num_units": 3, "level": 3} | options)).to(dtype)
+    x = torch.randn(20, 3, dtype=dtype)
+    model.train()
+    model.unit_inputs(x)
+    return model.eval(), x
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    model, _ = make_model()
+    return save(model, MeanFieldGuide(model).float(), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def predictions(tmp_path_factory) -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Mean and variance by guide, from the process that saved it and from one that loaded it."""
+    root = tmp_path_factory.mktemp("saved")
+    here, entries = {}, []
+    for name in guides.names():
+        torch.manual_seed(3)
+        model, x = make_model()
+        guide = guides.build(name, model).float()
+        set_up_guide(guide, model, x)
+        guide.float()
+        save(model, guide, root / name)
+        torch.manual_seed(0)
+        prediction = predict(model, guide, x)
+        here[name] = [prediction.mean, prediction.variance]
+        entries.append(f"{name}:{describe_guide(guide)['name'] is None}")
+    torch.save(x, root / "x.pt")
+    command = [sys.executable, "-c", LOAD_SCRIPT, str(root), *entries]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    there = torch.load(root / "results.pt", weights_only=True)
+    return {name: (here[name], there[name]) for name in here}
+
+
+@pytest.mark.parametrize("twice", [nn.ReLU, lambda: nn.Linear(3, 3)])
+def test_a_layer_that_stands_twice_comes_back_twice(tmp_path, twice):
+    layer = twice()
+    model = DAK(nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 3), layer), 3, num_units=2)
+    guide, x = MeanFieldGuide(model), torch.randn(50, 3)
+    model(x)
+    loaded, loaded_guide = load(save(model, guide, tmp_path / "model"))
+    assert len(loaded.feature_extractor) == 4
+    expected, found = predict(model, guide, x), predict(loaded, loaded_guide, x)
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.variance, expected.variance)
+
+
+@pytest.mark.parametrize("name", guides.names())
+def test_a_fresh_process_predicts_bit_for_bit_the_same(predictions, name):
+    here, there = predictions[name]
+    assert torch.equal(here[0], there[0])
+    assert torch.equal(here[1], there[1])
+
+
+@pytest.mark.parametrize("options", [
+    {"likelihood": GaussianLikelihood(torch.tensor([0.1, 0.2]), learn=False), "num_outputs": 2},
+    {"likelihood": HeteroscedasticLikelihood(0.3), "linear_term": True},
+    {"likelihood": StudentTLikelihood(3.0)},
+    {"likelihood": CategoricalLikelihood(), "num_outputs": 3, "scaling": "minmax"},
+    {"kernel": MaternKernel(0.5, nu=1.5), "bounds": (-1.0, 1.0)},
+    {"prior": {"z": StudentTPrior(3.0), "mu": NormalPrior(1.0, 2.0)}},
+    {"prior": {"z": LaplacePrior(), "shrinkage": HorseshoePrior(0.2)}},
+    {"prior": {"shrinkage": GammaScalePrior(2.0, 3.0)}},
+    {"embedding": False, "num_units": 4, "scaling": "none"},
+], ids=lambda options: "-".join(options))  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_kind_of_model_comes_back(tmp_path, options, dtype):
+    model, x = make_model(dtype, **options)
+    guide = MeanFieldGuide(model).to(dtype)
+    save(model, guide, tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.model.prior == model.prior
+    assert loaded.model.layer.activation.kernel == model.layer.activation.kernel
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        here = predict(model, guide, x)
+        torch.manual_seed(seed)
+        there = predict(*loaded, x)
+        for first, second in zip(here.functions[:2], there.functions[:2], strict=True):
+            assert torch.equal(first, second)
+
+
+def test_scaling_options_come_back(tmp_path):
+    model, _ = make_model()
+    model.scaling.num_std = 3.5
+    save(model, MeanFieldGuide(model).float(), tmp_path / "model")
+    assert load(tmp_path / "model").model.scaling.num_std == 3.5
+
+
+def test_every_listed_layer_can_be_described():
+    network = nn.Sequential(
+        nn.Conv2d(1, 2, (3, 2), stride=2, padding=1, bias=False), nn.BatchNorm2d(2), nn.ELU(),
+        nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Dropout2d(0.2), nn.Flatten(),
+        nn.Linear(2, 3, bias=False), nn.LayerNorm(3), nn.GELU(), nn.LeakyReLU(0.3), nn.SiLU(),
+        nn.Sigmoid(), nn.Softplus(), nn.Tanh(), nn.Dropout(0.1), nn.Identity(),
+    )  # fmt: skip
+    network.append(nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False, divisor_override=3))
+    network.append(nn.MaxPool2d(2, dilation=2, ceil_mode=True))
+    network.append(nn.LayerNorm(3, bias=False))
+    twin = build_network(json.loads(json.dumps(describe_network(network))))
+    assert repr(twin) == repr(network)
+    assert twin[-3].count_include_pad is False
+    assert twin[-3].divisor_override == 3
+    assert twin[-2].dilation == 2
+    assert twin.state_dict().keys() == network.state_dict().keys()
+
+
+def test_named_layers_keep_their_names(tmp_path):
+    network = nn.Sequential(OrderedDict(first=nn.Linear(3, 4), second=nn.ReLU()))
+    model = DAK(network, 4, num_units=2, level=2).eval()
+    guide = MeanFieldGuide(model)
+    save(model, guide, tmp_path / "model")
+    x = torch.randn(5, 3)
+    assert torch.equal(predict(*load(tmp_path / "model"), x).mean, predict(model, guide, x).mean)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"format": "pyro_dak"}'])
+def test_a_directory_with_other_files_is_never_replaced(tmp_path, config):
+    model, _ = make_model()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(config)
+    (tmp_path / "mine" / "precious").write_text("data")
+    with pytest.raises(FileExistsError, match="not a saved model"):
+        save(model, MeanFieldGuide(model).float(), tmp_path / "mine", overwrite=True)
+    assert (tmp_path / "mine" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("sha256", None), ("model", []), ("guide", 3), ("dtype", "object"), ("input_shape", "x"),
+])  # fmt: skip
+def test_a_crafted_config_gives_a_checkpoint_error(saved, key, value):
+    config = json.loads((saved / "config.json").read_text())
+    config.pop("checksum")
+    config[key] = value
+    body = json.dumps(config, sort_keys=True)
+    config["checksum"] = hashlib.sha256(body.encode()).hexdigest()
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load(saved)
+
+
+def test_options_of_the_scaling_cannot_replace_its_methods(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["model"]["scaling_options"]["forward"] = 1.0
+    with pytest.raises(ValueError, match="unknown option of the scaling 'forward'"):
+        build_model(config["model"])
+
+
+class OwnExtractor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_an_extractor_of_ones_own_is_given_back_at_loading(tmp_path):
+    model = DAK(OwnExtractor(), 4, num_units=2, level=2).eval()
+    guide = MeanFieldGuide(model)
+    save(model, guide, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="pass one of the same architecture"):
+        load(tmp_path / "model")
+    loaded = load(tmp_path / "model", feature_extractor=OwnExtractor())
+    x = torch.randn(5, 3)
+    assert torch.equal(predict(*loaded, x).mean, predict(model, guide, x).mean)
+    with pytest.raises(CheckpointError, match=r"(?s)config\.json.*Missing key"):
+        load(tmp_path / "model", feature_extractor=nn.Sequential(nn.Linear(2, 4)))
+
+
+def test_a_prior_of_ones_own_cannot_be_stored(tmp_path):
+    model = DAK(nn.Identity(), 2, num_units=2, prior={"mu": torch.distributions.Normal(0.0, 1.0)})
+    with pytest.raises(ValueError, match=r"prior of mu \(Normal\) is an object of your own"):
+        save(model, MeanFieldGuide(model), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_existing_directory_is_replaced_only_if_asked_and_ours(tmp_path, saved):
+    model, x = make_model()
+    guide = MeanFieldGuide(model).float()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(model, guide, saved)
+    save(model, guide, saved, overwrite=True)
+    assert torch.equal(predict(*load(saved), x).mean, predict(model, guide, x).mean)
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="not a saved model"):
+        save(model, guide, foreign, overwrite=True)
+    assert (foreign / "chapter.txt").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "thesis"]
+
+
+def test_a_failed_write_leaves_the_old_model_and_no_rubbish(saved, monkeypatch):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+
+    def full_disk(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyro_dak.training.checkpoint._write_file", full_disk)
+    model, _ = make_model()
+    with pytest.raises(OSError, match="No space left"):
+        save(model, MeanFieldGuide(model).float(), saved, overwrite=True)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in saved.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("position", [0.01, 0.3, 0.6, 0.99])
+def test_a_flipped_byte_is_noticed(saved, name, position):
+    data = bytearray((saved / name).read_bytes())
+    data[int(position * len(data))] ^= 1
+    (saved / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("kept", [0, 10, 200])
+def test_a_truncated_file_is_noticed(saved, name, kept):
+    (saved / name).write_bytes((saved / name).read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_missing_file_is_named(saved, name):
+    (saved / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: No such file"):
+        load(saved)
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        load(tmp_path / "nowhere")
+
+
+def test_a_newer_format_asks_for_a_newer_library(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["format_version"] = 99
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"format version 99.*newer pyro_dak"):
+        load(saved)
+
+
+def test_foreign_json_is_refused(saved):
+    (saved / "config.json").write_text('{"hello": 1}')
+    with pytest.raises(CheckpointError, match="not written by pyro_dak"):
+        load(saved)
+
+
+class Hostile:
+    """Unpickling this creates the file `owned`."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return (Path.touch, (self.target,))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("fix_checksum", [False, True])
+def test_a_pickle_in_disguise_is_refused_and_not_run(saved, name, fix_checksum):
+    owned = saved.parent / "owned"
+    hostile = pickle.dumps(Hostile(owned))
+    pickle.loads(hostile)  # it would work
+    owned.unlink()
+    (saved / name).write_bytes(hostile)
+    if fix_checksum and name == "model.safetensors":
+        config = json.loads((saved / "config.json").read_text())
+        config.pop("checksum")
+        config["sha256"][name] = hashlib.sha256(hostile).hexdigest()
+        body = json.dumps(config, sort_keys=True)
+        config["checksum"] = hashlib.sha256(body.encode()).hexdigest()
+        (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(saved)
+    assert not owned.exists()
+
+
+def test_a_description_builds_listed_classes_only(saved):
+    with pytest.raises(ValueError, match="unknown layer 'system'"):
+        build_network({"name": "system", "command": "true"})
+
+
+def test_a_saved_model_is_not_a_checkpoint_of_a_run(saved):
+    from pyro_dak import fit
+
+    model, x = make_model()
+    with pytest.raises(CheckpointError, match="not a checkpoint of a training run"):
+        fit(model, MeanFieldGuide(model).float(), (x, torch.zeros(20, 1)), epochs=1,
+            resume_from=saved, progress=False, accelerator="cpu")  # fmt: skip
+
+
+def test_another_dtype_is_reported_at_prediction(saved):
+    model, guide = load(saved)
+    with pytest.raises(TypeError, match=r"dtype of the model, torch\.float32; got torch\.float64"):
+        predict(model, guide, torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_loading_onto_cuda_gives_the_same(saved):
+    x = torch.randn(7, 3, dtype=torch.float32)
+    cpu, cuda = predict(*load(saved), x), predict(*load(saved, device="cuda"), x)
+    torch.testing.assert_close(cpu.mean, cuda.mean)
