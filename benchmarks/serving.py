@@ -15,7 +15,7 @@ import pyro_dak
 from benchmarks.steps import Row, rows
 from benchmarks.timing import time_side_by_side
 from models._recipe import Recipe
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 
 
 def _moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ import typer
 from experiments import estimators, image_report, image_runs, mnist, prior, toy
 from experiments.report import write_page
 from experiments.results import git_commit, read_json, write_json
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 
 # The panels of the toy figure that are quick to fit.
 _TOY_MODELS = ("exact GP", "DAK", "DAK + residual", "NN")

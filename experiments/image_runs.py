@@ -24,7 +24,7 @@ from pyro_dak.diagnostics.scores import (
     brier_score,
     expected_calibration_error,
 )
-from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.prediction import ClassPrediction
 from pyro_dak.training.checkpoint import read_directory
 from pyro_dak.training.plan import Checkpoints
 

@@ -28,7 +28,7 @@ import models
 from experiments.results import git_commit, write_json
 from models._recipe import Recipe
 from pyro_dak.diagnostics.scores import gaussian_nlpd, rmse
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 
 NOISE_SCALE = 0.1
 TRAIN_RANGE, TEST_RANGE = 7.0, 12.0

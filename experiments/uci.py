@@ -31,7 +31,7 @@ from pyro_dak.diagnostics.scores import (
     interval_width,
     rmse,
 )
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 from pyro_dak.validation import check_choice
 
 PAPER_SETS = ("wine", "gas", "parkinsons", "kin40k", "protein", "keggdirected")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from models._recipe import Recipe, count_parameters, seeded, train
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.model.likelihoods import GaussianLikelihood
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_finite, check_floating, check_last_dim
 

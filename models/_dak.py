@@ -20,7 +20,7 @@ from pyro_dak import (
 )
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.model.modes import evaluating
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 from pyro_dak.training.plan import History
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak import TrainingError
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.optimizers import build_optimizer, schedule_fn
 from pyro_dak.training.plan import History

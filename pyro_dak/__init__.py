@@ -9,8 +9,7 @@ from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
 from pyro_dak.diagnostics.arviz import to_arviz
 from pyro_dak.diagnostics.comparison import compare_posteriors
 from pyro_dak.inference.exact import exact_posterior
-from pyro_dak.inference.guides.base import MeanFieldGuide, UnitBlockGuide
-from pyro_dak.inference.guides.joint import FullRankGuide, LowRankGuide
+from pyro_dak.inference.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.inference.mcmc.nuts import run_nuts
 from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.model.dak import DAK
@@ -29,7 +28,7 @@ from pyro_dak.model.priors import (
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.prediction.predict import components, predict, sample_functions
+from pyro_dak.prediction import components, predict, sample_functions
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 

@@ -11,13 +11,13 @@ __all__ = [
     "check_bounds",
     "check_choice",
     "check_finite",
-    "check_first_derivative",
     "check_floating",
     "check_integer",
     "check_last_dim",
     "check_positive",
     "check_rank",
     "check_shape",
+    "second_derivative_error",
 ]
 
 
@@ -31,14 +31,13 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
         raise ValueError(f"`{name}` must be {limits}; got {value}.")
 
 
-def check_first_derivative() -> None:
-    """Raise, in a backward pass, if its own gradient is asked for, which it does not have."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "The local route has first derivatives only; second ones were asked for "
-            "(`create_graph=True`). Take differences of gradients, or the moments of f from "
-            '`KernelActivation.combine_moments(..., route="dense")`.'
-        )
+def second_derivative_error() -> NotImplementedError:
+    """The error of a backward pass that has no gradient of its own."""
+    return NotImplementedError(
+        "The local route has first derivatives only; second ones were asked for "
+        "(`create_graph=True`). Take differences of gradients, or the moments of f from "
+        '`KernelActivation.combine_moments(..., route="dense")`.'
+    )
 
 
 def check_positive(name: str, value: object) -> None:

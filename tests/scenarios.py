@@ -27,7 +27,7 @@ from pyro_dak import (
     UnitBlockGuide,
 )
 from pyro_dak.inference.exact import ExactPosterior, exact_posterior
-from pyro_dak.inference.guides.base import GaussianGuide
+from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.likelihoods import Likelihood
 
 GUIDES: dict[str, Callable[..., GaussianGuide]] = {

@@ -21,7 +21,7 @@ from models.images._recipe import (
 )
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
-from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.prediction import ClassPrediction
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.loop import Run
 from pyro_dak.training.loss import frozen

@@ -23,7 +23,7 @@ from models.images._recipe import (
 )
 from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
 from pyro_dak.additive.scaling import Standardize
-from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.prediction import ClassPrediction
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_positive
 

@@ -2,26 +2,26 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_dak.additive import bridge as local
-from pyro_dak.additive.factor import dense_inverse_factor, sparse_inverse_factor
+from pyro_dak.additive import bridge
+from pyro_dak.additive.factor import dense_inverse_factor
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
-from pyro_dak.additive.local_constants import LocalConstants, local_constants
+from pyro_dak.fast import fused
 from pyro_dak.fast.gathers import gather, pick, stack_batches
-from pyro_dak.fast.moments import interpolated_moments, mean_field_terms
-from pyro_dak.fast.serving import FixedMoments
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
-__all__ = ["KernelActivation", "Route", "dense_is_faster"]
+__all__ = ["KernelActivation", "LocalConstants", "Route", "dense_is_faster"]
 
 Route = Literal["auto", "dense", "local"]
+
+# Up to this many nodes the maps to the nodes are dense; above, they are in compressed rows.
+_MAX_DENSE_NODES = 127
 
 
 def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
@@ -35,12 +35,29 @@ def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
     return dense < (1.8 if num_outputs == 1 else 3.5 + 0.095 * num_outputs)
 
 
-class _Constants(NamedTuple):
-    """Constants in one dtype on one device: of the local route, or a factor for the dense one."""
+class LocalConstants(NamedTuple):
+    """What the local route needs to know of a grid and a Markov kernel, in one precision.
 
-    inducing_points: Tensor
-    local: LocalConstants | None  # for Markov kernels
-    factor: Tensor | None  # L_U^{-T} of the others, (M, M)
+    `levels` and `features` are those of the plain formulas in `bridge`, `intervals` those of
+    `fast.fused`. The maps from z to values at the nodes, `(M, M)`, and from means and variances of
+    z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`) are
+    None on the meta device, which has no sparse products.
+    """
+
+    levels: list[bridge.LevelConstants]
+    features: bridge.FeatureConstants
+    intervals: fused.Intervals
+    node_map: fused.LinearMap | None
+    interval_map: fused.LinearMap | None
+    moment_map: fused.LinearMap | None
+
+
+class _Base(NamedTuple):
+    """The constants in float64 on the CPU, before they are cast; the matrices are sparse."""
+
+    levels: list[bridge.LevelConstants]
+    features: bridge.FeatureConstants
+    matrices: tuple[Tensor, Tensor, Tensor]
 
 
 class KernelActivation(nn.Module):
@@ -50,13 +67,18 @@ class KernelActivation(nn.Module):
     For a Markov kernel phi has one non-zero per level, and sums over phi can go through the two
     nodes around h instead: `combine` and `combine_moments` choose the faster route.
 
-    The module has no parameters and no buffers: constants are computed in float64 and cast to the
-    dtype and device of the input, once for each.
+    The module has no parameters and no buffers: constants are computed once in float64 and cast to
+    the dtype and device of the input, once for each.
 
     Args:
         grid: inducing points U.
         kernel: one-dimensional kernel; `LaplaceKernel` is Markov, the others take the dense route.
         jitter: added to the diagonal of K_UU for kernels that are not Markov.
+
+    Attributes:
+        num_inducing: M.
+        delta: spacing of the grid over the lengthscale of the kernel.
+        has_local_route: whether the kernel is Markov.
     """
 
     def __init__(self, grid: DyadicGrid, kernel: Kernel | None = None, jitter: float = 1e-6):
@@ -64,39 +86,22 @@ class KernelActivation(nn.Module):
         self.grid = grid
         self.kernel = LaplaceKernel() if kernel is None else kernel
         self.jitter = jitter
-        self._cache: dict[tuple[torch.dtype, torch.device], _Constants] = {}
+        self.num_inducing = grid.num_inducing
+        self.delta = grid.spacing / self.kernel.lengthscale
+        self.has_local_route = self.kernel.is_markov
         self._factor = None
-        if not self.kernel.is_markov:
+        if not self.has_local_route:
             self._factor = dense_inverse_factor(grid, self.kernel, jitter)
+        self._base: _Base | None = None
+        self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
         self._warn_if_coarse()
-
-    @property
-    def has_local_route(self) -> bool:
-        """Whether the kernel is Markov."""
-        return self.kernel.is_markov
-
-    @property
-    def num_inducing(self) -> int:
-        """M."""
-        return self.grid.num_inducing
-
-    @property
-    def delta(self) -> float:
-        """Spacing of the grid over the lengthscale of the kernel."""
-        return self.grid.spacing / self.kernel.lengthscale
 
     def extra_repr(self) -> str:
         return f"{self.grid}, {self.kernel}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the cached constants: compressed rows cannot be deep-copied."""
+        """The state without the cached constants: compressed rows cannot be deep-copied."""
         return {**self.__dict__, "_cache": {}}
-
-    def inverse_factor(self) -> Tensor:
-        """L_U^{-T}, `(M, M)` float64; sparse if the kernel is Markov."""
-        if self._factor is not None:
-            return self._factor
-        return sparse_inverse_factor(self.grid, self.kernel)
 
     def forward(self, h: Tensor) -> Tensor:
         """phi(h), `(..., N, P, M)`, in the level order of the grid.
@@ -110,60 +115,65 @@ class KernelActivation(nn.Module):
 
     def features(self, h: Tensor) -> Tensor:
         """`forward` without the checks, for callers that have made them."""
-        constants = self._constants(h.dtype, h.device)
-        if constants.factor is not None:
-            return self.kernel(h, constants.inducing_points) @ constants.factor
-        assert constants.local is not None
-        features = constants.local.features
-        index, value = local.level_features(self._coordinates(h), features, self.delta)
+        if self._factor is not None:
+            key = (h.dtype, h.device)
+            if key not in self._cache:
+                tensors = (self.grid.inducing_points, self._factor)
+                self._cache[key] = [tensor.to(h.device, h.dtype) for tensor in tensors]
+            U, factor = self._cache[key]
+            return self.kernel(h, U) @ factor
+        constants = self.local_constants(h).features
+        index, value = bridge.level_features(self._coordinates(h), constants, self.delta)
         return h.new_zeros(*h.shape, self.num_inducing).scatter(-1, index, value)
 
     def residual_variance(self, h: Tensor) -> Tensor:
         """Prior variance lost between and outside the nodes, 1 - phi phi^T, like h.
 
-        Exact and non-negative for a Markov kernel. For the others the difference is taken as it
-        is, and rounding (down to -1e-6 in float32 at a node) is cut at zero.
+        It is exact and non-negative for a Markov kernel. For the others the difference is taken as
+        it is, and rounding (down to -1e-6 in float32 at a node) is cut at zero.
         """
         if not self.has_local_route:
             return (1 - self.features(h).square().sum(-1)).clamp(min=0)
-        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
-        return local.bridge_variance(interval, self.delta)
+        interval = bridge.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return bridge.bridge_variance(interval, self.delta)
 
     def node_values(self, z: Tensor) -> Tensor:
         """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
-        constants = self._local_constants(z)
+        constants = self.local_constants(z)
         if constants.node_map is None or not constants.node_map.can_run():
-            return local.node_values(z, constants.levels)
+            return bridge.node_values(z, constants.levels)
         return constants.node_map(z)
 
-    def moment_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
+    def interval_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
         """Moments of g at the two nodes of every interval, `(..., 5, M + 1, P)`.
 
-        The table of `interpolated_moments` for independent weights z `(..., P, M)` in level order.
+        This is the table of `fused.interpolated_moments` for independent weights z `(..., P, M)` in
+        level order.
         """
-        constants = self._local_constants(z_loc)
-        if constants.table_map is not None and constants.table_map.can_run():
+        constants = self.local_constants(z_loc)
+        if constants.interval_map is not None and constants.interval_map.can_run():
             both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
-            return constants.table_map.units_last(both).unflatten(-2, (5, -1))
-        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+            return constants.interval_map.units_last(both).unflatten(-2, (5, -1))
+        mean, var, cov = bridge.node_moments(z_loc, z_var, constants.levels)
         rows = [F.pad(row, pad) for row in (mean, var) for pad in ((1, 0), (0, 1))]
         return torch.stack([*rows, F.pad(2 * cov, (1, 1))], -3).mT
 
     def node_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
         """Moments of g at the sorted nodes, and at one more on either side, `(3, F, P, M + 2)`.
 
-        The table of `FixedMoments` for independent weights z `(F, P, M)` in level order.
+        This is the table of `fast.serving.FixedMoments` for independent weights z `(F, P, M)` in
+        level order.
         """
-        constants = self._local_constants(z_loc)
-        if constants.node_table_map is not None and constants.node_table_map.can_run():
-            return constants.node_table_map.parts_first(torch.cat([z_loc, z_var], -1), 3)
-        mean, var, cov = local.node_moments(z_loc, z_var, constants.levels)
+        constants = self.local_constants(z_loc)
+        if constants.moment_map is not None:
+            return constants.moment_map.parts_first(torch.cat([z_loc, z_var], -1), 3)
+        mean, var, cov = bridge.node_moments(z_loc, z_var, constants.levels)
         rho = math.exp(-self.delta)
+        first, last = rho * var[..., :1], rho * var[..., -1:]
         rows = [
             torch.cat([rho * mean[..., :1], mean, rho * mean[..., -1:]], -1),
-            torch.cat([rho**2 * var[..., :1], var, rho**2 * var[..., -1:]], -1),
-            2
-            * torch.cat([rho * var[..., :1], cov, rho * var[..., -1:], rho**3 * var[..., -1:]], -1),
+            torch.cat([rho * first, var, rho * last], -1),
+            2 * torch.cat([first, cov, last, rho**2 * last], -1),
         ]
         return torch.stack(rows)
 
@@ -175,9 +185,11 @@ class KernelActivation(nn.Module):
             weights: `(*b2, C, P, M)` in level order; b1 and b2 broadcast.
             route: "dense", "local", or "auto" for the faster one.
         """
-        if self._takes_dense_route(route, weights):
+        if self.takes_dense_route(weights, route):
             return _flat(self.features(h)) @ _flat(weights).mT
-        return self.interpolate(h, self.node_values(weights))
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(self.node_values(weights), (1, 1))  # (*b2, C, P, M + 2)
+        return gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
 
     def combine_moments(
         self,
@@ -199,82 +211,15 @@ class KernelActivation(nn.Module):
             route: "dense", "local", or "auto" for the faster one.
             unit_scale: sigma, `(P,)`; by default 1.
         """
-        if self._takes_dense_route(route, loc):
+        if self.takes_dense_route(loc, route):
             phi = self.features(h)
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        h, table, arrange = stack_batches(h, self.moment_table(loc, var))
-        mean, variance = self._interpolate_moments(h.mT, table, unit_scale)
+        h, table, arrange = stack_batches(h, self.interval_table(loc, var))
+        sigma = None if unit_scale is None else unit_scale.unsqueeze(0)
+        intervals = self.local_constants(h).intervals
+        mean, variance = fused.interpolated_moments(h.mT, table, sigma, intervals)
         return arrange(mean), arrange(variance)
-
-    def fixed_moments(
-        self, loc: Tensor, var: Tensor, route: Route = "auto"
-    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """`combine_moments` as a function of h `(N, P)`, for many calls, without gradient.
-
-        Args:
-            loc: means of the weights, `(C, P, M)` in level order.
-            var: their variances, like `loc`.
-            route: "dense", "local", or "auto" for the faster one.
-        """
-        if self._takes_dense_route(route, loc):
-            return lambda h: self.combine_moments(h, loc, var, route="dense")
-        return FixedMoments(self.node_table(loc, var), self._local_constants(loc).serving)
-
-    def mean_field_moments(
-        self,
-        h: Tensor,
-        loc: Tensor,
-        scale: Tensor,
-        unit_scale: Tensor,
-        mu: Tensor,
-        mu_scale: Tensor,
-        route: Route = "auto",
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of sum_p sigma_p phi(h_p) . z[c, p] + mu[c], each `(..., N, C)`.
-
-        For independent z ~ N(loc, scale^2) and mu (paper, eq. 17): `combine_moments` plus the bias.
-
-        Args:
-            h: `(*b1, N, P)`.
-            loc: means of the weights, `(*b2, C, P, M)` in level order.
-            scale: their standard deviations, like `loc`.
-            unit_scale: sigma, `(P,)`.
-            mu: means of the biases, `(*b2, C)`.
-            mu_scale: their standard deviations, `(*b2, C)`.
-            route: "dense", "local", or "auto" for the faster one.
-        """
-        mean, var = self.combine_moments(h, loc, scale.square(), route, unit_scale)
-        return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
-
-    def mean_field_terms(
-        self,
-        h: Tensor,
-        loc: Tensor,
-        log_scale: Tensor,
-        log_unit_scale: Tensor,
-        mu: Tensor,
-        mu_log_scale: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`mean_field_moments`, and the KL of z and mu from N(0, 1), as one operation.
-
-        None where there is no such operation, or where the dense route is faster.
-
-        Args:
-            h: `(N, P)`.
-            loc: means of the weights, `(C, P, M)` in level order.
-            log_scale: logarithms of their standard deviations, like `loc`.
-            log_unit_scale: logarithms of sigma, `(P,)`.
-            mu: means of the biases, `(C,)`.
-            mu_log_scale: logarithms of their standard deviations, `(C,)`.
-        """
-        if torch.compiler.is_compiling() or self._takes_dense_route("auto", loc):
-            return None
-        constants = self._local_constants(loc)
-        if constants.table_map is None or h.dim() > 2 or loc.dim() > 3:
-            return None
-        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
-        return mean_field_terms(h, *weights, constants.table_map, constants.intervals)
 
     def stacked_moments(
         self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None
@@ -287,29 +232,40 @@ class KernelActivation(nn.Module):
             var: their variances, like `loc`.
             unit_scale: sigma, `(E, P)`; by default 1.
         """
-        table = self.moment_table(loc.flatten(1, 2), var.flatten(1, 2))
-        return self._interpolate_moments(h, table, unit_scale)
+        table = self.interval_table(loc.flatten(1, 2), var.flatten(1, 2))
+        intervals = self.local_constants(h).intervals
+        return fused.interpolated_moments(h, table, unit_scale, intervals)
 
-    def interpolate(self, h: Tensor, values: Tensor) -> Tensor:
-        """sum_p g_{c,p}(h_p) from sorted node values `(*b2, C, P, M)`, `(..., N, C)`."""
-        j, w0, w1 = self._two_nodes(h)
-        table = F.pad(values, (1, 1))  # (*b2, C, P, M + 2)
-        return gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
+    def mean_field_terms(
+        self,
+        h: Tensor,
+        loc: Tensor,
+        log_scale: Tensor,
+        log_unit_scale: Tensor,
+        mu: Tensor,
+        mu_log_scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Mean and variance of f, and the KL of z and mu from N(0, 1), as one operation.
 
-    def _interpolate_moments(
-        self, h: Tensor, table: Tensor, unit_scale: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """`interpolated_moments` of h `(E, P, N)` with sigma `(P,)` or `(E, P)`."""
-        constants = self._local_constants(h).intervals
-        if unit_scale is not None and unit_scale.dim() == 1:
-            unit_scale = unit_scale.unsqueeze(0)
-        return interpolated_moments(h, table, unit_scale, constants)
+        The result is None where there is no such operation, or where the dense route is faster.
 
-    def interpolate_units(self, h: Tensor, values: Tensor) -> Tensor:
-        """g_{c,p}(h_p) of every unit from sorted node values `(C, P, M)`, `(N, C, P)`."""
-        j, w0, w1 = self._two_nodes(h)
-        table = F.pad(values, (1, 1))
-        return w0.unsqueeze(-2) * pick(table, j) + w1.unsqueeze(-2) * pick(table, j + 1)
+        Args:
+            h: `(N, P)`.
+            loc: means of the weights, `(C, P, M)` in level order.
+            log_scale: logarithms of their standard deviations, like `loc`.
+            log_unit_scale: logarithms of sigma, `(P,)`.
+            mu: means of the biases, `(C,)`.
+            mu_log_scale: logarithms of their standard deviations, `(C,)`.
+        """
+        if torch.compiler.is_compiling() or h.dim() > 2 or loc.dim() > 3:
+            return None
+        if not self.has_local_route or dense_is_faster(self.num_inducing, len(loc)):
+            return None
+        constants = self.local_constants(loc)
+        if constants.interval_map is None:
+            return None
+        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
+        return fused.mean_field_terms(h, *weights, constants.interval_map, constants.intervals)
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
         """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, without the sum over p.
@@ -318,9 +274,11 @@ class KernelActivation(nn.Module):
             h: `(N, P)`.
             weights: `(C, P, M)` in level order.
         """
-        if self.has_local_route:
-            return self.interpolate_units(h, self.node_values(weights))
-        return torch.einsum("npm,cpm->ncp", self.features(h), weights)
+        if not self.has_local_route:
+            return torch.einsum("npm,cpm->ncp", self.features(h), weights)
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(self.node_values(weights), (1, 1))
+        return w0.unsqueeze(-2) * pick(table, j) + w1.unsqueeze(-2) * pick(table, j + 1)
 
     def unit_block_variances(self, h: Tensor, scale_tril: Tensor) -> Tensor:
         """Variance of phi(h_p) . z[c, p] for z[c, p] ~ N(., T T^T), `(N, C, P)`.
@@ -335,26 +293,84 @@ class KernelActivation(nn.Module):
         """
         if not self.has_local_route:
             return torch.einsum("npm,cpmk->ncpk", self.features(h), scale_tril).square().sum(-1)
-        j, w0, w1 = (part.unsqueeze(-2) for part in self._two_nodes(h))
+        j, w0, w1 = self._two_nodes(h)
+        w0, w1 = w0.unsqueeze(-2), w1.unsqueeze(-2)
         G = F.pad(self.node_values(scale_tril.mT), (1, 1))  # (C, P, K, M + 2)
         left, right = G[..., :-1], G[..., 1:]
         a = torch.linalg.vector_norm(left, dim=-2)  # (C, P, M + 1)
         safe = torch.where(a > 0, a, 1)
         b = (left * right).sum(-2) / safe
         e = torch.linalg.vector_norm(right - left * (b / safe).unsqueeze(-2), dim=-2)
-        a, b, e = (pick(part, j.squeeze(-2)) for part in (a, b, e))
+        a, b, e = pick(a, j), pick(b, j), pick(e, j)
         return (w0 * a + w1 * b).square() + (w1 * e).square()
 
     def prior_variance_between_nodes(self) -> float:
         """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
 
-        1 - tanh(delta / 2) for the Laplace kernel; 1 means that the grid loses nothing.
+        It is 1 - tanh(delta / 2) for the Laplace kernel; 1 means that the grid loses nothing.
         """
         if self.has_local_route:
             return 1 - math.tanh(self.delta / 2)
         nodes = self.grid.sorted_points
         middles = (nodes[:-1] + nodes[1:]) / 2 if len(nodes) > 1 else nodes
         return float(self.features(middles.unsqueeze(-1)).square().sum(-1).min())
+
+    def takes_dense_route(self, weights: Tensor, route: Route = "auto") -> bool:
+        """Whether sums over these weights, `(..., C, P, M)`, take the dense route."""
+        check_choice("route", route, ("auto", "dense", "local"))
+        if route != "auto":
+            return route == "dense"
+        num_outputs = math.prod(weights.shape[:-2])
+        return not self.has_local_route or dense_is_faster(self.num_inducing, num_outputs)
+
+    def prepare(self, like: Tensor) -> None:
+        """Compute the constants for tensors like this one, for instance ahead of compilation."""
+        if self.has_local_route:
+            self.local_constants(like)
+
+    def local_constants(self, like: Tensor) -> LocalConstants:
+        """The constants of the local route in the dtype and on the device of `like`."""
+        if not self.has_local_route:
+            raise ValueError(
+                f"`kernel` must be Markov for the local route; got {type(self.kernel).__name__}. "
+                'Use LaplaceKernel, or route="dense".'
+            )
+        key = (like.dtype, like.device)
+        if key not in self._cache:
+            # Constants made in inference mode could not train; those in float64 are on the CPU.
+            with torch.inference_mode(False), torch.device("cpu"):
+                self._cache[key] = self._cast_constants(*key)
+        return self._cache[key]
+
+    def _cast_constants(self, dtype: torch.dtype, device: torch.device) -> LocalConstants:
+        M, level, delta = self.num_inducing, self.grid.level, self.delta
+        if self._base is None:
+            L = bridge.node_factor(level, delta)
+            matrices = (L, fused.interval_matrix(L), fused.node_matrix(L, delta))
+            levels = bridge.level_constants(level, delta)
+            self._base = _Base(levels, bridge.feature_constants(level, delta), matrices)
+        pairs = [(c.to(device, dtype), scale.to(device, dtype)) for c, scale in self._base.levels]
+        count, d, *rest = self._base.features
+        rest = [part.to(device, dtype) for part in rest]
+        low, spacing = self.grid.bounds[0], self.grid.spacing
+        maps: list[Any] = [None, None, None]
+        if device.type != "meta":
+            is_dense = M <= _MAX_DENSE_NODES
+            cast = [matrix.to(device, dtype) for matrix in self._base.matrices]
+            maps = [fused.LinearMap(matrix, is_dense) for matrix in cast]
+        return LocalConstants(
+            [bridge.LevelConstants(*pair) for pair in pairs],
+            bridge.FeatureConstants(count.to(device), d.to(device), *rest),
+            fused.intervals_of_grid(M, low, spacing, delta, dtype, device),
+            *maps,
+        )
+
+    def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        interval = bridge.locate(self._coordinates(h), self.num_inducing, self.delta)
+        return interval.j, *bridge.bridge_weights(interval, self.delta)
+
+    def _coordinates(self, h: Tensor) -> Tensor:
+        return (h - self.grid.bounds[0]) / self.grid.spacing
 
     def _warn_if_coarse(self) -> None:
         kept = self.prior_variance_between_nodes()
@@ -365,47 +381,6 @@ class KernelActivation(nn.Module):
                 f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
                 stacklevel=3,
             )
-
-    def _takes_dense_route(self, route: Route, weights: Tensor) -> bool:
-        check_choice("route", route, ("auto", "dense", "local"))
-        if route != "auto":
-            return route == "dense"
-        num_outputs = math.prod(weights.shape[:-2])
-        return not self.has_local_route or dense_is_faster(self.num_inducing, num_outputs)
-
-    def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        interval = local.locate(self._coordinates(h), self.num_inducing, self.delta)
-        return interval.j, *local.bridge_weights(interval, self.delta)
-
-    def _coordinates(self, h: Tensor) -> Tensor:
-        return (h - self.grid.bounds[0]) / self.grid.spacing
-
-    def _local_constants(self, like: Tensor) -> LocalConstants:
-        if not self.has_local_route:
-            raise ValueError(
-                f"`kernel` must be Markov for the local route; got {type(self.kernel).__name__}. "
-                'Use LaplaceKernel, or route="dense".'
-            )
-        constants = self._constants(like.dtype, like.device).local
-        assert constants is not None
-        return constants
-
-    def prepare(self, like: Tensor) -> None:
-        """Compute the constants for tensors like this one, ahead of compilation, say."""
-        self._constants(like.dtype, like.device)
-
-    def _constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
-        key = (dtype, device)
-        if key not in self._cache:
-            with torch.inference_mode(False):  # constants made in inference could not train later
-                self._cache[key] = self._make_constants(dtype, device)
-        return self._cache[key]
-
-    def _make_constants(self, dtype: torch.dtype, device: torch.device) -> _Constants:
-        U = self.grid.inducing_points.to(device, dtype)
-        if self._factor is not None:
-            return _Constants(U, None, self._factor.to(device, dtype))
-        return _Constants(U, local_constants(self.grid, self.delta, dtype, device), None)
 
 
 def _flat(value: Tensor) -> Tensor:

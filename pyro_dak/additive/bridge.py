@@ -1,4 +1,4 @@
-"""The local route of a Markov kernel: O(M) for the nodes, then O(1) per input and unit.
+"""The Markov formulas of a unit: O(M) for its nodes, then O(1) per input.
 
 Everything here works in *grid coordinates* x = (h - low) / spacing, in which the sorted nodes lie
 at 1, 2, ..., M, and knows the kernel only through `delta` = spacing / lengthscale. Interval j
@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pyro_dak.additive.factor import level_coefficients
-from pyro_dak.fast.linear_maps import without_beta_warning
 
 __all__ = [
     "FeatureConstants",
@@ -38,11 +37,9 @@ __all__ = [
     "level_constants",
     "level_features",
     "locate",
-    "node_maps",
+    "node_factor",
     "node_moments",
-    "node_table_map",
     "node_values",
-    "table_map",
 ]
 
 
@@ -74,16 +71,12 @@ class LevelConstants(NamedTuple):
     scale: Float[Tensor, " n"]
 
 
-def level_constants(
-    level: int, delta: float, dtype: torch.dtype, device: torch.device
-) -> list[LevelConstants]:
-    """Coefficients of levels 1 to `level`, computed in float64 and then cast.
+def level_constants(level: int, delta: float) -> list[LevelConstants]:
+    """Coefficients of levels 1 to `level`, in float64.
 
     Args:
         level: L of the grid.
         delta: spacing of the grid over the lengthscale.
-        dtype: dtype of the result.
-        device: device of the result.
     """
     constants = []
     for current in range(1, level + 1):
@@ -92,7 +85,7 @@ def level_constants(
         c = torch.full((n,), values[0], dtype=torch.float64)
         scale = torch.full((n,), values[1], dtype=torch.float64)
         c[[0, -1]], scale[[0, -1]] = values[2], values[3]
-        constants.append(LevelConstants(c.to(device, dtype), scale.to(device, dtype)))
+        constants.append(LevelConstants(c, scale))
     return constants
 
 
@@ -192,17 +185,14 @@ class FeatureConstants(NamedTuple):
     norm: Float[Tensor, " level"]
 
 
-def feature_constants(
-    level: int, delta: float, dtype: torch.dtype, device: torch.device
-) -> FeatureConstants:
-    """Constants of `level_features`, computed in float64 and then cast."""
+def feature_constants(level: int, delta: float) -> FeatureConstants:
+    """Constants of `level_features`, in float64."""
     count = 2 ** torch.arange(level)
     d = count.flip(0)
     coefficients = [level_coefficients(i + 1, delta * 2 ** (level - i - 1)) for i in range(level)]
     values = torch.tensor(coefficients, dtype=torch.float64)
     norm = -1 / torch.expm1(-2 * delta * d.double())
-    scale, edge_scale, norm = (v.to(device, dtype) for v in (values[:, 1], values[:, 3], norm))
-    return FeatureConstants(count.to(device), d.to(device), scale, edge_scale, norm)
+    return FeatureConstants(count, d, values[:, 1], values[:, 3], norm)
 
 
 def level_features(
@@ -228,101 +218,15 @@ def level_features(
     return last + k, amplitude * (-delta * r).exp() * -torch.expm1(-2 * delta * rest)
 
 
-def node_maps(
-    level: int, delta: float
-) -> tuple[Float[Tensor, "m m"], Float[Tensor, "two_m_minus_1 m"]]:
-    """L_U with sorted rows, and its squares followed by products of adjacent rows; sparse, float64.
+def node_factor(level: int, delta: float) -> Float[Tensor, "m m"]:
+    """L_U with sorted rows, which maps z to the values at the nodes; sparse COO, float64.
 
-    The first maps z to node values and means; the second maps the variances of independent z to the
-    variances of the nodes and the covariances of adjacent ones. Row j of L_U is phi(u_j): both
-    hold O(M log M) non-zeros, and one product is several times faster than the recursion.
+    Row j - 1 is phi(u_j), with one non-zero per level: O(M log M) in all.
     """
     M = 2**level - 1
-    constants = feature_constants(level, delta, torch.float64, torch.device("cpu"))
     nodes = torch.arange(1, M + 1, dtype=torch.float64)
-    columns, values = level_features(nodes, constants, delta)  # (M, L)
+    columns, values = level_features(nodes, feature_constants(level, delta), delta)  # (M, L)
     rows = torch.arange(M).unsqueeze(-1).expand_as(columns)
-
-    # Nodes j and j + 1 see the same column of a level, or one of the two is at its edge (zero).
-    same = columns[:-1] == columns[1:]
-    products = torch.where(same, values[:-1] * values[1:], 0)
-
-    def sparse(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int) -> Tensor:
-        keep = values != 0
-        indices = torch.stack([rows[keep], columns[keep]])
-        size = (num_rows, M)
-        return torch.sparse_coo_tensor(
-            indices, values[keep], size, check_invariants=True
-        ).coalesce()
-
-    moments = sparse(
-        torch.cat([rows, M + rows[:-1]]),
-        torch.cat([columns, columns[:-1]]),
-        torch.cat([values.square(), products]),
-        2 * M - 1,
-    )
-    return sparse(rows, columns, values, M), moments
-
-
-def table_map(level: int, delta: float) -> Float[Tensor, "five_m_plus_5 two_m"]:
-    """From means and variances of independent z, `(2 M,)`, to five numbers an interval; float64.
-
-    Rows: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
-    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
-    exist, have zeros. Sparse, like `node_maps`.
-    """
-    R, M = 2**level, 2**level - 1
-    node_map, moment_map = node_maps(level, delta)
-    mean_rows, mean_columns = node_map.indices()
-    rows, columns = moment_map.indices()
-    is_cov = rows >= M
-    var_rows, var_columns = rows[~is_cov], columns[~is_cov]
-    var, cov = moment_map.values()[~is_cov], moment_map.values()[is_cov]
-    # Node i, row i - 1 of the maps, is the left one of interval i and the right one of i - 1.
-    parts = [
-        (1 + mean_rows, mean_columns, node_map.values()),
-        (R + mean_rows, mean_columns, node_map.values()),
-        (2 * R + 1 + var_rows, M + var_columns, var),
-        (3 * R + var_rows, M + var_columns, var),
-        (4 * R + 1 + rows[is_cov] - M, M + columns[is_cov], 2 * cov),
-    ]
-    all_rows, all_columns, values = (torch.cat(part) for part in zip(*parts, strict=True))
-    indices = torch.stack([all_rows, all_columns])
-    size = (5 * R, 2 * M)
-    return torch.sparse_coo_tensor(indices, values, size, check_invariants=True).coalesce()
-
-
-def node_table_map(
-    table: Float[Tensor, "five_m_plus_5 two_m"], delta: float
-) -> Float[Tensor, "three_m_plus_6 two_m"]:
-    """From means and variances of independent z, `(2 M,)`, to three numbers a node; float64.
-
-    Rows: the means of nodes 0 to M + 1, their variances, and twice the covariance of each with the
-    next node. Nodes outside the grid continue the process where nothing more is known: each is
-    exp(-delta) times its neighbour. Sparse, like `node_maps`.
-
-    Args:
-        table: from `table_map`.
-        delta: spacing of the grid over the lengthscale.
-    """
-    R = len(table) // 5
-    T, M = R + 1, R - 1
-    rho = math.exp(-delta)
-    j = torch.arange(R)
-    # Nodes 1 to M are left ones of the intervals of `table_map`; node 1 is the right one of
-    # interval 0 too, node M the left one of the last.
-    picked = [
-        (j, j, 1.0),
-        (T + j, 2 * R + j, 1.0),
-        (2 * T + j, 4 * R + j, 1.0),
-        (torch.tensor([0, M + 1]), torch.tensor([R, M]), rho),
-        (T + torch.tensor([0, M + 1]), torch.tensor([3 * R, 2 * R + M]), rho**2),
-        (2 * T + torch.tensor([0, M]), torch.tensor([3 * R, 2 * R + M]), 2 * rho),
-        (torch.tensor([3 * T - 1]), torch.tensor([2 * R + M]), 2 * rho**3),
-    ]
-    indices = torch.cat([torch.stack(part[:2]) for part in picked], -1)
-    values = torch.cat([torch.full(part[0].shape, part[2], dtype=torch.float64) for part in picked])
-    size = (3 * T, 5 * R)
-    matrix = torch.sparse_coo_tensor(indices, values, size, check_invariants=True)
-    with without_beta_warning():
-        return torch.sparse.mm(matrix, table).coalesce()
+    keep = values != 0
+    indices = torch.stack([rows[keep], columns[keep]])
+    return torch.sparse_coo_tensor(indices, values[keep], (M, M), check_invariants=True).coalesce()

@@ -1,7 +1,6 @@
 """Closed forms for Gaussian q: moments of f, expected log-likelihoods, bounds, KL divergences."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pyro_dak.additive.activation import KernelActivation, Route
+from pyro_dak.fast import fused
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -23,14 +23,12 @@ __all__ = [
     "expected_log_heteroscedastic",
     "expected_log_normal",
     "kl_diagonal",
-    "kl_diagonals",
     "kl_low_rank",
+    "kl_normal",
     "kl_tril",
-    "kl_tril_to_tril",
     "log_normalizer_bound",
     "mean_field_moments",
     "sample_marginals",
-    "total_expected_log_normal",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -109,42 +107,8 @@ def mean_field_moments(
     check_shape("z_scale", z_scale, tuple(z_loc.shape[-3:]), "like `z_loc`")
     check_shape("unit_scale", unit_scale, (P,), "one per unit")
     check_finite("h", h)
-    weights = (z_loc, z_scale, unit_scale, mu_loc, mu_scale)
-    return activation.mean_field_moments(h, *weights, route)
-
-
-class _ExpectedLogNormal(torch.autograd.Function):
-    """`expected_log_normal` as one operation; differentiable as often as one likes.
-
-    With r = y - m and p = s^-2 the gradients per output are p r for m, -p r for y, -p / 2 for v
-    and (p (r^2 + v) - 1) / s for s.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, noise_scale: Tensor) -> Tensor:
-        ctx.save_for_backward(y, f_mean, f_var, noise_scale)
-        r = y - f_mean
-        weight = noise_scale.square().mul_(-2).reciprocal_()
-        constant = noise_scale.log().add_(0.5 * _LOG_2PI)
-        return torch.addcmul(f_var, r, r).mul(weight).sub_(constant).sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, f_mean, f_var, noise_scale = ctx.saved_tensors
-        grad = grad.unsqueeze(-1)
-        r = y - f_mean
-        weighted = grad * noise_scale.square().reciprocal()
-        grad_y = grad_mean = grad_var = grad_scale = None
-        if ctx.needs_input_grad[0]:
-            grad_y = (-weighted * r).sum_to_size(y.shape)
-        if ctx.needs_input_grad[1]:
-            grad_mean = (weighted * r).sum_to_size(f_mean.shape)
-        if ctx.needs_input_grad[2]:
-            grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
-        if ctx.needs_input_grad[3]:
-            total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
-            grad_scale = total / noise_scale
-        return grad_y, grad_mean, grad_var, grad_scale
+    mean, var = activation.combine_moments(h, z_loc, z_scale.square(), route, unit_scale)
+    return mean + mu_loc.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
 
 
 def expected_log_normal(
@@ -158,50 +122,10 @@ def expected_log_normal(
     -(log 2 pi + log s^2 + ((y - m)^2 + v) / s^2) / 2 for each output; `noise_scale` is a scalar
     or one per output, `(C,)`.
     """
-    return _ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
-
-
-class _TotalExpectedLogNormal(torch.autograd.Function):
-    """See `total_expected_log_normal`; differentiable as often as one likes.
-
-    With r = y - m, p = s^-2 and S = sum_n r^2 + v the gradients are p r for m, -p r for y, -p / 2
-    for v and p S - N for log s.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, log_scale: Tensor) -> Tensor:
-        ctx.save_for_backward(y, f_mean, f_var, log_scale)
-        N, C = y.shape
-        r = y - f_mean
-        S = torch.addcmul(f_var, r, r).sum(0)  # (C,)
-        total = torch.addcmul(N * log_scale, (-2 * log_scale).exp_(), S, value=0.5).sum()
-        return total.add_(0.5 * N * C * _LOG_2PI).neg_()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        y, f_mean, f_var, log_scale = ctx.saved_tensors
-        r = y - f_mean
-        weight = grad * (-2 * log_scale).exp()
-        grad_mean = r * weight
-        grad_y = -grad_mean if ctx.needs_input_grad[0] else None
-        grad_log_scale = None
-        if ctx.needs_input_grad[3]:
-            S = torch.addcmul(f_var, r, r).sum(0)
-            grad_log_scale = (S * weight - len(r) * grad).sum_to_size(log_scale.shape)
-        return grad_y, grad_mean, (-0.5 * weight).expand_as(r), grad_log_scale
-
-
-def total_expected_log_normal(
-    y: Float[Tensor, "n c"],
-    f_mean: Float[Tensor, "n c"],
-    f_var: Float[Tensor, "n c"],
-    log_noise_scale: Float[Tensor, "..."],
-) -> Float[Tensor, ""]:
-    """Sum of `expected_log_normal` over rows, a scalar, from log s, which is one or one per output.
-
-    -(sum_n ((y - m)^2 + v) / s^2 + N log(2 pi s^2)) / 2 for each output.
-    """
-    return _TotalExpectedLogNormal.apply(y, f_mean, f_var, log_noise_scale)
+    if not torch.compiler.is_compiling():
+        return fused.expected_log_normal(y, f_mean, f_var, noise_scale)
+    squares = (y - f_mean).square() + f_var
+    return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares / noise_scale.square()).sum(-1)
 
 
 def expected_log_heteroscedastic(
@@ -271,53 +195,18 @@ def expected_log_categorical_bound(
     return at_label - log_normalizer_bound(moments)
 
 
-class _KLDiagonals(torch.autograd.Function):
-    """`kl_diagonals` for one prior, two numbers, as one operation; differentiable at will.
+def kl_normal(
+    loc: Float[Tensor, "*shape"],
+    scale: Float[Tensor, "*shape"],
+    prior_loc: Float[Tensor, "..."] | float = 0.0,
+    prior_scale: Float[Tensor, "..."] | float = 1.0,
+) -> Float[Tensor, "*shape"]:
+    """KL of each normal from its prior, elementwise.
 
-    With r = s / s0 the gradients are (m - m0) / s0^2 for m and r^2 - 1 for log s.
+    (r^2 + ((m - m0) / s0)^2 - 1) / 2 - log r with r = s / s0.
     """
-
-    @staticmethod
-    def forward(ctx: Any, prior: tuple[float, float], *parameters: Tensor) -> Tensor:
-        ctx.prior = prior
-        ctx.save_for_backward(*parameters)
-        total = parameters[0].new_zeros(())
-        for loc, log_scale in zip(parameters[::2], parameters[1::2], strict=True):
-            shift, log_ratio = _whitened(loc.reshape(-1), log_scale.reshape(-1), prior)
-            # By element: a sum of squares minus their number would cancel where q is the prior.
-            rest = (2 * log_ratio).exp_().sub_(1).sub_(log_ratio, alpha=2)
-            total.add_(torch.dot(shift, shift)).add_(rest.sum())
-        return total.div_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parameters = ctx.saved_tensors
-        minus_grad, grad_shift = -grad, grad / ctx.prior[1]
-        grads: list[Tensor] = []
-        for loc, log_scale in zip(parameters[::2], parameters[1::2], strict=True):
-            shift, log_ratio = _whitened(loc, log_scale, ctx.prior)
-            grads.append(shift * grad_shift)
-            grads.append(torch.addcmul(minus_grad, grad, (2 * log_ratio).exp()))
-        return None, *grads
-
-
-def _whitened(loc: Tensor, log_scale: Tensor, prior: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """(m - m0) / s0 and log (s / s0)."""
-    if prior == (0, 1):
-        return loc, log_scale
-    return (loc - prior[0]) / prior[1], log_scale - math.log(prior[1])
-
-
-def kl_diagonals(
-    sites: Sequence[tuple[Tensor, Tensor]], priors: Sequence[tuple[Any, Any]]
-) -> Float[Tensor, ""]:
-    """Sum of `kl_diagonal` over sites, each (loc, log_scale), from their priors (loc, scale)."""
-    is_number = all(isinstance(p, int | float) for prior in priors for p in prior)
-    if is_number and all(prior == priors[0] for prior in priors):
-        return _KLDiagonals.apply(tuple(priors[0]), *(part for site in sites for part in site))
-    pairs = zip(sites, priors, strict=True)
-    parts = [kl_diagonal(loc, log_scale.exp(), *prior) for (loc, log_scale), prior in pairs]
-    return torch.stack(parts).sum()
+    ratio = scale / prior_scale
+    return 0.5 * (ratio.square() + ((loc - prior_loc) / prior_scale).square() - 1) - ratio.log()
 
 
 def kl_diagonal(
@@ -326,14 +215,8 @@ def kl_diagonal(
     prior_loc: Float[Tensor, "..."] | float = 0.0,
     prior_scale: Float[Tensor, "..."] | float = 1.0,
 ) -> Float[Tensor, ""]:
-    """KL of independent normals from independent normals, summed over all elements, a scalar.
-
-    sum (r^2 + ((m - m0) / s0)^2 - 1) / 2 - log r with r = s / s0.
-    """
-    ratio = scale / prior_scale
-    return (0.5 * (ratio.square() + ((loc - prior_loc) / prior_scale).square() - 1)).sum() - (
-        ratio.log().sum()
-    )
+    """KL of independent normals from independent normals, summed over all elements, a scalar."""
+    return kl_normal(loc, scale, prior_loc, prior_scale).sum()
 
 
 def kl_tril(
@@ -357,20 +240,6 @@ def kl_tril(
     shift = ((loc - prior_loc) / prior_scale).square().sum()
     log_ratio = (scale_tril.diagonal(dim1=-2, dim2=-1) / prior_scale).log().sum()
     return 0.5 * (trace + shift - loc.numel()) - log_ratio
-
-
-def kl_tril_to_tril(
-    loc: Float[Tensor, "*blocks k"],
-    scale_tril: Float[Tensor, "*blocks k k"],
-    prior_loc: Float[Tensor, "*#blocks k"],
-    prior_scale_tril: Float[Tensor, "*#blocks k k"],
-) -> Float[Tensor, ""]:
-    """KL of N(loc, T T^T) from N(loc0, T0 T0^T), summed over blocks, a scalar: whiten by T0."""
-    whitened = torch.linalg.solve_triangular(prior_scale_tril, scale_tril, upper=False)
-    shift = (loc - prior_loc).unsqueeze(-1)
-    shift = torch.linalg.solve_triangular(prior_scale_tril, shift, upper=False)
-    log_ratio = whitened.diagonal(dim1=-2, dim2=-1).log().sum()
-    return 0.5 * (whitened.square().sum() + shift.square().sum() - loc.numel()) - log_ratio
 
 
 def kl_low_rank(

@@ -1,7 +1,6 @@
 """The additive layer: from unit inputs h and weights to f, and from Gaussian weights to q(f)."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -74,58 +73,20 @@ class AdditiveLayer(nn.Module):
         f = self.activation.combine(h, z) + mu.unsqueeze(-2)
         return f if linear is None else f + self.linear_inputs(h) @ linear.mT
 
-    def moments(
-        self, h: Tensor, loc: Weights, scale: Weights, shrinkage: Tensor | None = None
-    ) -> FunctionMoments:
-        """Moments of f for independent weights (paper, eq. 17)."""
-        z, mu, linear = loc
-        z_scale, mu_scale, linear_scale = scale
-        sigma = self.unit_scale
-        if shrinkage is not None:
-            factor = shrinkage.unsqueeze(-2)  # (..., 1, P)
-            z, z_scale = z * factor.unsqueeze(-1), z_scale * factor.unsqueeze(-1)
-            linear = None if linear is None else linear * factor
-            linear_scale = None if linear_scale is None else linear_scale * factor
-        mean, var = self.activation.mean_field_moments(h, z, z_scale, sigma, mu, mu_scale)
-        if linear is not None and linear_scale is not None:
-            mean, var = self._add_linear(h, sigma, mean, var, linear, linear_scale)
-        return FunctionMoments(mean, var)
+    def moments(self, h: Tensor, loc: Weights, scale: Weights) -> FunctionMoments:
+        """Moments of f for independent weights with these means and deviations (paper, eq. 17).
 
-    def terms(
-        self, h: Tensor, loc: Weights, log_scale: Weights
-    ) -> tuple[FunctionMoments, Tensor] | None:
-        """`moments` for scales given as logarithms, and the KL of the weights from N(0, 1).
-
-        None unless activation and weights have this as one operation, which is what it is for.
+        E f = sum_p sigma_p (phi_p . m_p + r_p m'_p) + m_mu, and likewise for the variance with the
+        squares of sigma_p, phi_p, r_p and the deviations.
         """
-        if loc.linear is not None:
-            return None
-        weights = (loc.z, log_scale.z, self.log_unit_scale, loc.mu, log_scale.mu)
-        terms = self.activation.mean_field_terms(h, *weights)
-        return None if terms is None else (FunctionMoments(*terms[:2]), terms[2])
-
-    def fixed_moments(self, loc: Weights, scale: Weights) -> Callable[[Tensor], FunctionMoments]:
-        """`moments` as a function of h `(N, P)`, for many calls, without gradient."""
-        sigma = self.unit_scale.detach()
-        z, z_scale = (sigma.unsqueeze(-1) * part.z for part in (loc, scale))
-        of_units = self.activation.fixed_moments(z, z_scale.square())
-        mu_var = scale.mu.square()
-
-        def moments(h: Tensor) -> FunctionMoments:
-            mean, var = of_units(h)
-            mean, var = mean + loc.mu, var + mu_var
-            if loc.linear is not None and scale.linear is not None:
-                mean, var = self._add_linear(h, sigma, mean, var, loc.linear, scale.linear)
-            return FunctionMoments(mean, var)
-
-        return moments
-
-    def _add_linear(
-        self, h: Tensor, sigma: Tensor, mean: Tensor, var: Tensor, loc: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Moments of f with the linear term, whose weights have these means and deviations."""
-        r = sigma * self.linear_inputs(h)
-        return mean + r @ loc.mT, var + r.square() @ scale.square().mT
+        sigma = self.unit_scale
+        z_var = scale.z.square()
+        mean, var = self.activation.combine_moments(h, loc.z, z_var, unit_scale=sigma)
+        mean, var = mean + loc.mu.unsqueeze(-2), var + scale.mu.square().unsqueeze(-2)
+        if loc.linear is not None and scale.linear is not None:
+            r = sigma * self.linear_inputs(h)
+            mean, var = mean + r @ loc.linear.mT, var + r.square() @ scale.linear.square().mT
+        return FunctionMoments(mean, var)
 
     def design(self, h: Tensor) -> Tensor:
         """The row of each input in the linear model of the weights, `(..., N, num_weights)`.

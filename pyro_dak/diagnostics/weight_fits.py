@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior
-from pyro_dak.inference.guides.base import GaussianGuide, UnitBlockGuide
-from pyro_dak.inference.guides.joint import FullRankGuide, LowRankGuide
+from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide, UnitBlockGuide
 from pyro_dak.model.dak import DAK
 
 __all__ = ["GaussianFit", "gaussian_fit", "wasserstein_2"]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pyro_dak.validation import check_first_derivative
+from pyro_dak.validation import second_derivative_error
 
 __all__ = ["gather", "gather_sum", "pick", "stack_batches"]
 
@@ -32,7 +32,8 @@ class _GatherSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        check_first_derivative()
+        if torch.is_grad_enabled():
+            raise second_derivative_error()
         weights, index, rows = ctx.saved_tensors
         R, C = ctx.table_shape
         grad_weights = grad_table = None

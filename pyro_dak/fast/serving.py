@@ -1,79 +1,57 @@
 """Mean and variance of f at many inputs, for weights that do not change any more.
 
-What `pyro_dak.fast.moments` computes in training, with fewer operations and nothing kept for a
-gradient.
+This is what `fast.fused` computes in training, with fewer operations and nothing kept for a
+gradient; and the affine map from a network's last layer to the units as one product.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_dak.fast.moments import IntervalConstants, sinh_ratio
+from pyro_dak.fast.fused import Intervals, sinh_ratio, two_nodes
 
-__all__ = ["FixedMoments", "ServingConstants", "serving_constants"]
+__all__ = ["FixedMoments", "affine_units", "are_plain"]
 
-# Nodes are added for this many rows, and this many for each node of a unit: fewer are done sooner.
+# Nodes are added outside the grid from this many rows on, and this many for each node of a unit:
+# for fewer rows they cost more than they save.
 _MANY_ROWS, _MANY_ROWS_PER_NODE = 2048, 8
 
 
-class ServingConstants(NamedTuple):
-    """Constants of `FixedMoments` for a grid of M nodes.
-
-    Means decay by exp(-k delta) over k spacings, variances and covariances of neighbours by the
-    square of this: `decay`, `(3, 1, 1, M + 1)`, for k = 1 .. M + 1.
-    """
-
-    intervals: IntervalConstants
-    decay: Tensor
-
-
-def serving_constants(intervals: IntervalConstants) -> ServingConstants:
-    """The constants of a grid, computed in float64 and then cast."""
-    steps = torch.arange(1, intervals.num_nodes + 2, dtype=torch.float64)
-    decay = (-intervals.delta * steps).exp()
-    decay = torch.stack([decay, decay.square(), decay.square()]).view(3, 1, 1, -1)
-    return ServingConstants(intervals, decay.to(intervals.low))
-
-
-class _Nodes:
+class _Nodes(NamedTuple):
     """Moments of each unit at adjacent nodes, from node `low` to the one after node `high`.
 
-    Args:
-        table: mean, variance and twice the covariance with the next node, `(3, F, P, T)`, where
-            T = high - low + 2.
-        low: the first node.
+    `table` holds mean, variance and twice the covariance with the next node, and then mean and
+    variance of the next node, `(5 F, P T - 1)`: one gather for all five is worth the copy.
+    `origin`, `(P, 1)`, says where node 0 of each unit is, or would be.
     """
 
-    def __init__(self, table: Tensor, low: int):
-        P, T = table.shape[-2:]
-        self.low, self.high = low, low + T - 2
-        self.table = table.flatten(2)  # (3, F, P T)
-        self.last_place = P * T - 2
-        starts = torch.arange(-low, P * T - low, T, dtype=torch.int32, device=table.device)
-        self.origin = starts.unsqueeze(-1)  # where node 0 of each unit is, or would be
-        self._pairs: Tensor | None = None
+    table: Tensor
+    low: int
+    high: int
+    origin: Tensor
 
-    def pairs(self) -> Tensor:
-        """The table with mean and variance of the next node beside it, `(5 F, P T - 1)`.
 
-        Made when first asked for: one gather for all five is worth the copy.
-        """
-        if self._pairs is None:
-            self._pairs = torch.cat([self.table[..., :-1], self.table[:2, :, 1:]]).flatten(0, 1)
-        return self._pairs
+def _nodes(table: Tensor, low: int) -> _Nodes:
+    """The nodes of a table `(3, F, P, T)` whose first one is node `low`."""
+    P, T = table.shape[-2:]
+    flat = table.flatten(2)
+    pairs = torch.cat([flat[..., :-1], flat[:2, :, 1:]]).flatten(0, 1)
+    starts = torch.arange(-low, P * T - low, T, dtype=torch.int32, device=table.device)
+    return _Nodes(pairs, low, low + T - 2, starts.unsqueeze(-1))
 
 
 class FixedMoments:
     """h -> mean and variance of sum_p g_p(h_p), from moments of the g_p at the nodes.
 
-    Nodes 1 to M lie in the grid, at low + j spacing. In the interval after node j, at a spacings
-    from it (see `interpolation.interpolated_moments`),
+    The twin of `fused.interpolated_moments` without a gradient. Nodes 1 to M lie in the grid. In
+    the interval after node j, with the weights w0 and w1 of its two nodes,
 
         mean = w0 mean_j + w1 mean_{j+1},
-        variance = w0 (w0 var_j + 2 w1 cov_j) + w1^2 var_{j+1},
-        w0 = sinh((1 - a) delta) / sinh(delta),   w1 = sinh(a delta) / sinh(delta).
+        variance = w0 (w0 var_j + 2 w1 cov_j) + w1^2 var_{j+1}.
 
     No term of the variance is negative. Outside the nodes g decays by exp(-delta) a spacing, so
     that the outermost node has the weight r = exp(-distance / lengthscale). Since
@@ -81,85 +59,139 @@ class FixedMoments:
         sinh((1 - a) delta) + exp(-delta) sinh(a delta) = exp(-a delta) sinh(delta),
 
     interpolation gives the same between further nodes, each exp(-delta) times the one before it.
-    Where there are many inputs, M such nodes are added on either side; unless an input is beyond
-    even these, there is no exponential to compute. Without gradient.
+    For many inputs M such nodes are added on either side; unless an input lies beyond even these,
+    there is no exponential to compute.
 
     Args:
         table: mean, variance and twice the covariance with the next node, of nodes 0 to M + 1,
             `(3, F, P, M + 2)`, of which the first and the last continue g as above.
-        constants: of the grid, in the dtype and on the device of the inputs.
+        intervals: of the grid, in the dtype and on the device of the inputs.
     """
 
-    @torch.no_grad()
-    def __init__(self, table: Tensor, constants: ServingConstants):
-        self.grid = _Nodes(table.to(constants.decay), 0)
-        self.constants, self.intervals = constants, constants.intervals
-        self.num_functions = table.shape[1]
-        self._extended: _Nodes | None = None
+    def __init__(self, table: Tensor, intervals: Intervals):
+        self.table, self.intervals = table, intervals
+        self.near = _nodes(table, 0)
+        self.far: _Nodes | None = None
 
-    @torch.no_grad()
     def __call__(
         self, h: Float[Tensor, "n p"]
     ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"]]:
         """Mean and variance. A NaN shows in its own row."""
         if torch.compiler.is_compiling():
-            return self.for_compiler(h)
+            return self._for_compiler(h)
         N, P = h.shape
         x = h.new_empty(P, N)  # rows last in memory, whatever the strides of h
         torch.sub(h.mT, self.intervals.low, out=x).div_(self.intervals.spacing)
-        x, nodes, r = self._bring_near(x)
+        nodes, r = self.near, None
+        if self._has_far_nodes(x):
+            assert self.far is not None
+            nodes = self.far
+        else:
+            nearest = x.clamp(nodes.low, nodes.high)
+            r = x.sub_(nearest).abs_().mul_(-self.intervals.delta).exp_()
+            x = nearest
         j = x.floor()
         places = torch.add(nodes.origin, j.to(torch.int32))
         a = x.sub_(j)
         w1, w0 = sinh_ratio(a, self.intervals), sinh_ratio(1 - a, self.intervals)
         if r is not None:
             w0.mul_(r)  # w1 is 0 where r is not 1
-            places.clamp_(0, nodes.last_place)  # of a NaN
-        picked = nodes.pairs().index_select(1, places.view(-1))
-        mean, var, cov, next_mean, next_var = picked.view(5, self.num_functions, P, N)
+            places.clamp_(0, nodes.table.shape[1] - 1)  # of a NaN
+        picked = nodes.table.index_select(1, places.view(-1))
+        mean, var, cov, next_mean, next_var = picked.view(5, self.table.shape[1], P, N)
         mean = mean.mul_(w0).addcmul_(w1, next_mean).sum(1)
         var = var.mul_(w0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), next_var).sum(1)
         return mean.mT, var.mT
 
-    def _bring_near(self, x: Tensor) -> tuple[Tensor, _Nodes, Tensor | None]:
-        """x, nodes with all of it between them, and r, or None for 1 everywhere.
+    def _has_far_nodes(self, x: Tensor) -> bool:
+        """Whether all of x lies between nodes inside and outside the grid; makes them if so."""
+        num_rows, M = x.shape[-1], self.intervals.num_nodes
+        if x.device.type != "cpu" or num_rows < max(_MANY_ROWS, _MANY_ROWS_PER_NODE * M):
+            return False
+        if self.far is None:
+            self.far = self._continued()
+        low, high = torch.aminmax(x)
+        return self.far.low <= low.item() and high.item() <= self.far.high
 
-        What is beyond the nodes is brought to the outermost one.
-        """
-        num_rows, num_nodes = x.shape[-1], self.intervals.num_nodes
-        if x.device.type == "cpu" and num_rows >= max(_MANY_ROWS, _MANY_ROWS_PER_NODE * num_nodes):
-            nodes = self.extended()
-            low, high = (end.item() for end in x.aminmax())
-            if nodes.low <= low and high <= nodes.high:
-                return x, nodes, None
-        nearest = x.clamp(self.grid.low, self.grid.high)
-        r = x.sub_(nearest).abs_().mul_(-self.intervals.delta).exp_()
-        return nearest, self.grid, r
+    def _continued(self) -> _Nodes:
+        """The nodes with M more on either side, each exp(-delta) times its neighbour."""
+        M = self.intervals.num_nodes
+        steps = torch.arange(1, M + 2, dtype=torch.float64)
+        rho = (-self.intervals.delta * steps).exp()
+        # Means decay by rho over so many spacings, variances and covariances by its square.
+        decay = torch.stack([rho, rho**2, rho**2]).view(3, 1, 1, -1).to(self.table)
+        before = self.table[..., :1] * decay[..., :-1].flip(-1)
+        after = self.table[..., -1:] * decay
+        return _nodes(torch.cat([before, self.table, after], -1), -M)
 
-    def extended(self) -> _Nodes:
-        """The nodes with M more on either side, made when first asked for."""
-        if self._extended is None:
-            own, decay = self.grid, self.constants.decay
-            table = own.table.view(*own.table.shape[:2], -1, own.high + 2)
-            before = table[..., :1] * decay[..., :-1].flip(-1)
-            after = table[..., -1:] * decay
-            self._extended = _Nodes(torch.cat([before, table, after], -1), -before.shape[-1])
-        return self._extended
-
-    def for_compiler(
-        self, h: Float[Tensor, "n p"]
-    ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"]]:
+    def _for_compiler(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """The same in plain operations, of which the compiler makes one loop over h."""
-        nodes, intervals = self.grid, self.intervals
-        x = (h.mT - intervals.low) / intervals.spacing
-        nearest = x.clamp(nodes.low, nodes.high)
-        r = (-intervals.delta * (x - nearest).abs()).exp()
-        j = nearest.floor()
-        a = nearest - j
-        w1, w0 = sinh_ratio(a, intervals), sinh_ratio(1 - a, intervals) * r
-        places = (nodes.origin + j.to(torch.int32)).clamp(0, nodes.last_place)
-        mean, var, cov = (part[:, places] for part in nodes.table.unbind())
-        next_mean, next_var = (part[:, places + 1] for part in nodes.table[:2].unbind())
-        mean = w0 * mean + w1 * next_mean
-        var = w0 * (w0 * var + w1 * cov) + w1 * w1 * next_var
+        j, (w0, w1) = two_nodes(h.mT.unsqueeze(0), None, self.intervals)
+        places = (self.near.origin + j[0]).long()
+        F = self.table.shape[1]
+        rows = self.near.table.view(5, F, -1).unbind()
+        mean0, var0, cov, mean1, var1 = (row[:, places] for row in rows)
+        mean = w0 * mean0 + w1 * mean1
+        var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
         return mean.sum(1).mT, var.sum(1).mT
+
+
+def affine_units(
+    network: nn.Module, weight: Tensor | None, gain: Tensor, shift: Tensor, num_rows: int
+) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """The layers of a network before its last linear one, and the affine map from there to units.
+
+    The units are gain (W features) + shift. Where the network ends in a plain linear layer with
+    features = W_l b + v, and where this pays for `num_rows` inputs, the map is one of b,
+
+        gain (W W_l) b + (gain W v + shift),
+
+    which takes P K multiplications a row instead of D K + P D, after P D K once for all rows.
+    Layers with hooks and layers of other types, such as parametrized and quantized ones, may do
+    more than their weights say, so they are left alone.
+
+    Args:
+        network: from x to features `(N, D)`.
+        weight: W, `(P, D)`, or None for the features themselves.
+        gain: `(P,)`.
+        shift: `(P,)`.
+        num_rows: how many inputs will be mapped.
+
+    Returns:
+        Layers to apply one after the other, the matrix `(P, K)`, or `(P, 1)` where there is no W,
+        and the shift `(P, 1)`.
+    """
+    gain, shift = gain.unsqueeze(-1), shift.unsqueeze(-1)
+    if weight is None:
+        return [network], gain, shift
+    weight = gain * weight
+    layers = [network]
+    while layers and type(layers[-1]) is nn.Sequential and are_plain((layers[-1], nn.Sequential)):
+        layers[-1:] = list(layers[-1])
+    last = layers.pop() if layers else network
+    if type(last) is not nn.Linear or not are_plain((last, nn.Linear)):
+        return [network], weight, shift
+    own, is_ordinary = last.weight, type(last.bias) in (nn.Parameter, type(None))
+    is_alike = own.dtype == weight.dtype and own.device == weight.device
+    if not (is_ordinary and type(own) is nn.Parameter and is_alike and len(own) == weight.shape[1]):
+        return [network], weight, shift
+    (P, D), K = weight.shape, last.in_features
+    if num_rows * (D * K + P * D - P * K) <= P * D * K:
+        return [network], weight, shift
+    if last.bias is not None:
+        shift = shift + (weight @ last.bias).unsqueeze(-1)
+    return layers, weight @ last.weight, shift
+
+
+_names_of_class: Callable[[type], list[str]] = functools.cache(dir)
+
+
+def are_plain(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
+    """Whether each module is exactly of its class, with nothing hooked to it or in its place."""
+    for module, kind in pairs:
+        if type(module) is not kind or not vars(module).keys().isdisjoint(_names_of_class(kind)):
+            return False
+        forward, backward = module._forward_hooks, module._backward_hooks
+        if forward or backward or module._forward_pre_hooks or module._backward_pre_hooks:
+            return False
+    return True

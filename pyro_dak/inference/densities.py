@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, has_closed_form
-from pyro_dak.inference.guides.base import GaussianGuide
+from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating

@@ -18,7 +18,7 @@ from pyro.infer import MCMC
 from torch import Tensor, nn
 
 from pyro_dak.inference.exact import ExactPosterior
-from pyro_dak.inference.guides.base import GaussianGuide
+from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
 from pyro_dak.validation import check_integer
@@ -41,7 +41,7 @@ EXTRA_SITES = ("noise_scale", "unit_scale")
 
 def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
     """Whether q(f) is known without draws."""
-    return isinstance(guide, GaussianGuide) and not model.has_shrinkage
+    return isinstance(guide, GaussianGuide) and guide.has_closed_form
 
 
 def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:

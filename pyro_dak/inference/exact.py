@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dak.inference.guides.joint import FullRankGuide
+from pyro_dak.inference.guides import FullRankGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating

@@ -17,7 +17,7 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.inference.guides.base import GaussianGuide, MeanFieldGuide
+from pyro_dak.inference.guides import GaussianGuide, MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
@@ -97,12 +97,6 @@ class AnalyticELBO(ELBO):
     ) -> Tensor:
         """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
 
-    def expected_log_lik(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        """`expected_log_prob` summed over rows, a scalar."""
-        return self.expected_log_prob(likelihood, y, moments).sum()
-
     def terms(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
@@ -128,9 +122,8 @@ class AnalyticELBO(ELBO):
                 moments, divergence = guide.moments(layer, h), kl(model, guide)
             else:
                 moments, divergence = guide.moments_and_kl(layer, h, priors)
-            return ELBOTerms(
-                scale * self.expected_log_lik(model.likelihood, y, moments), divergence
-            )
+            rows = self.expected_log_prob(model.likelihood, y, moments)
+            return ELBOTerms(scale * rows.sum(), divergence)
 
     def differentiable_loss(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
@@ -176,11 +169,6 @@ class ClosedFormELBO(AnalyticELBO):
         self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
     ) -> Tensor:
         return likelihood.expected_log_prob(y, moments)
-
-    def expected_log_lik(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        return likelihood.expected_log_lik(y, moments)
 
 
 class JensenELBO(AnalyticELBO):

@@ -1,6 +1,6 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -14,12 +14,12 @@ from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
-from pyro_dak.additive.scaling import SCALINGS, build_scaling
-from pyro_dak.fast.folding import FoldedLinear, fold_last_linear, is_plain, is_plain_linear
+from pyro_dak.additive.scaling import build_scaling
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.model.priors import (
     HorseshoePrior,
+    NormalPrior,
     Prior,
     PriorLike,
     normal_parameters,
@@ -128,92 +128,16 @@ class DAK(PyroModule):
 
     def unit_inputs(self, x: Tensor) -> Tensor:
         """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
-        if self.input_shape is None and not torch.compiler.is_compiling():
-            self.input_shape = tuple(x.shape[1:])  # compiled, it would be compiled once more
-        folded = self._fold(x.shape[0])
-        if folded is None:
-            return self.embed(self.feature_extractor(x))
-        b = self._before_last(folded, x)
-        return self.scaling(nn.functional.linear(b, folded.weight, folded.bias))
-
-    def _fold(self, num_rows: int | None) -> FoldedLinear | None:
-        """The embedding as a map of what the last linear layer of the extractor gets, if it pays.
-
-        That layer and the embedding are one matrix then, and the features are never computed.
-        """
-        embedding = self.embedding
-        if embedding is None or not is_plain_linear(embedding) or embedding.bias is not None:
-            return None
-        if not self._has_own("embed"):
-            return None
-        return fold_last_linear(self.feature_extractor, embedding.weight, num_rows)
-
-    def _before_last(self, folded: FoldedLinear, x: Tensor) -> Tensor:
-        """What the folded layer gets, `(N, in_features)`."""
-        for layer in folded.layers:
-            x = layer(x)
-        if x.dim() != 2:
-            self._check_features(folded.last(x))
-        return x
-
-    def fixed_unit_inputs(self, num_rows: int | None = None) -> Callable[[Tensor], Tensor]:
-        """`unit_inputs` in eval mode as a function of x, for many calls, without gradient.
-
-        Embedding and scaling are one affine map, from the weights they have now, unless somebody
-        has put something else in their place: then it is `unit_inputs` itself. A linear layer at
-        the end of the extractor is part of that map too, where this pays for `num_rows` rows.
-        """
-        if not self._is_affine():
-            return torch.no_grad()(self.unit_inputs)
-        extractor, embedding, check = self.feature_extractor, self.embedding, self._check_features
-        with torch.no_grad():
-            folded = self._fold(num_rows)
-            gain, shift = (part.unsqueeze(-1) for part in self.scaling.fixed_affine())
-            if folded is not None:
-                weight = gain * folded.weight
-                if folded.bias is not None:
-                    shift = torch.addcmul(shift, gain, folded.bias.unsqueeze(-1))
-            else:
-                weight = gain if embedding is None else gain * embedding.weight
-        apply_map = torch.addcmul if embedding is None else torch.addmm
-
-        @torch.no_grad()
-        def unit_inputs(x: Tensor) -> Tensor:
-            if folded is None:
-                x = extractor(x)
-                check(x)
-            else:
-                x = self._before_last(folded, x)
-            with own_precision(x):  # mixed precision is for the network
-                if x.dtype in (torch.float16, torch.bfloat16):
-                    x = x.to(weight.dtype)
-                return apply_map(shift, weight, x.mT).mT
-
-        return unit_inputs
-
-    def _has_own(self, method: str) -> bool:
-        """Whether a method is the one of this class, not of a subclass or put on the instance."""
-        return getattr(type(self), method) is getattr(DAK, method) and method not in vars(self)
-
-    def _is_affine(self) -> bool:
-        """Whether embedding and scaling are those made here, with nothing hooked to them."""
-        embedding, scaling = self.embedding, self.scaling
-        has_own_methods = self._has_own("unit_inputs") and self._has_own("embed")
-        is_linear = embedding is None or (is_plain_linear(embedding) and embedding.bias is None)
-        is_known = type(scaling) in SCALINGS.values() and is_plain(scaling)
-        return has_own_methods and is_linear and is_known
+        return self.embed(self.feature_extractor(x))
 
     def embed(self, features: Tensor) -> Tensor:
         """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
-        self._check_features(features)
-        return self.scaling(features if self.embedding is None else self.embedding(features))
-
-    def _check_features(self, features: Tensor) -> None:
         if features.dim() != 2 or features.shape[-1] != self.feature_dim:
             raise ValueError(
                 f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
                 f"{tuple(features.shape)}. Flatten its output or set `feature_dim`."
             )
+        return self.scaling(features if self.embedding is None else self.embedding(features))
 
     def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The generative program; returns y.
@@ -224,6 +148,7 @@ class DAK(PyroModule):
             num_data: size of the data set if x is a minibatch: log-likelihoods count
                 num_data / N times.
         """
+        self.input_shape = self.input_shape or tuple(x.shape[1:])
         return self.observe(self.unit_inputs(x), y, num_data)
 
     @pyro_method
@@ -267,6 +192,8 @@ class DAK(PyroModule):
     def normal_prior(self, name: str) -> tuple[Any, Any] | None:
         """(loc, scale) of a site's prior if it is a product of normals, else None."""
         value = self.prior[name]
+        if isinstance(value, NormalPrior):
+            return value.loc, value.scale
         if not isinstance(value, Prior | torch.distributions.Distribution):
             value = self.prior_distribution(name, self.layer.log_unit_scale)
         return normal_parameters(value)
@@ -276,26 +203,17 @@ class DAK(PyroModule):
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
-        return self._residual_fn(h)(h)
-
-    def fixed_residual_variance(self, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """`residual_variance` as a function of h, for many calls, in the precision of `like`."""
-        is_own = self._has_own("residual_variance")
-        return self._residual_fn(like) if is_own else self.residual_variance
-
-    def _residual_fn(self, like: Tensor) -> Callable[[Tensor], Tensor]:
         if self.has_shrinkage:
             raise NotImplementedError(
                 "The residual variance is not known with a prior on `shrinkage`; predict without."
             )
-        var = self.prior_distribution("z", like).variance.expand(self.site_shapes["z"])
+        var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
         if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
             raise NotImplementedError(
                 "The residual variance needs a prior of `z` with finite variance, the same at "
                 "every node of a unit; predict without it."
             )
-        layer, by_unit = self.layer, var[..., 0].to(like).mT  # (P, F)
-        return lambda h: layer.unit_residuals(h) @ by_unit
+        return self.layer.unit_residuals(h) @ var[..., 0].to(h).mT  # (N, P) @ (P, F)
 
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites, `(..., N, F)`.

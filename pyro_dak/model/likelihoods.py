@@ -13,7 +13,6 @@ from pyro_dak.additive.gaussian import (
     expected_log_heteroscedastic,
     expected_log_normal,
     log_normalizer_bound,
-    total_expected_log_normal,
 )
 from pyro_dak.additive.quadrature import gauss_hermite, log_expectation
 from pyro_dak.validation import check_finite, check_floating, check_positive
@@ -55,10 +54,6 @@ class Likelihood(nn.Module, ABC):
             "Use LocalReparamELBO, or Trace_ELBO of Pyro."
         )
 
-    def expected_log_lik(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """`expected_log_prob` summed over rows, a scalar."""
-        return self.expected_log_prob(y, moments).sum()
-
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """A lower bound of E_q log p(y | f) of each row, `(..., N)`; the value itself if closed."""
         if self.has_closed_form:
@@ -88,7 +83,8 @@ class Likelihood(nn.Module, ABC):
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
-        check_floating("y", y)
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            check_floating("y", y)
         return _as_columns(y, num_outputs)
 
     def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
@@ -157,18 +153,13 @@ class GaussianLikelihood(Likelihood):
         return dist.Normal(f, self.noise_scale).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        return expected_log_normal(y, moments.mean, moments.var, self.noise_scale)
-
-    def expected_log_lik(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        if type(self).expected_log_prob is not GaussianLikelihood.expected_log_prob:
-            return super().expected_log_lik(y, moments)
-        (mean, var, _), log_scale = moments, self.noise.log_scale
-        if log_scale.numel() not in (1, mean.shape[-1]):
+        noise_scale = self.noise_scale
+        if noise_scale.numel() not in (1, moments.mean.shape[-1]) and noise_scale.dim() == 1:
             raise ValueError(
-                f"`noise_scale` must be a number or one per output, ({mean.shape[-1]},); got shape "
-                f"{tuple(log_scale.shape)}. Set `num_outputs` or give one noise scale."
+                f"`noise_scale` must be a number or one per output, ({moments.mean.shape[-1]},); "
+                f"got shape {tuple(noise_scale.shape)}. Set `num_outputs` or give one noise scale."
             )
-        return total_expected_log_normal(y, mean, var, log_scale)
+        return expected_log_normal(y, moments.mean, moments.var, noise_scale)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)

@@ -21,54 +21,46 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
     All else is shared, which makes it several times faster than a deep copy.
     """
     own = copy.copy(module)
-    own._parameters = {
-        name: None if p is None else nn.Parameter(p.detach().to(device, copy=True), p.requires_grad)
-        for name, p in module._parameters.items()
-    }
-    own._buffers = {
-        name: None if buffer is None else buffer.detach().to(device, copy=True)
-        for name, buffer in module._buffers.items()
-    }
-    own._modules = {
-        name: None if part is None else with_own_tensors(part, device)
-        for name, part in module._modules.items()
-    }
+    own._parameters, own._buffers, own._modules = {}, {}, {}
+    for name, p in module._parameters.items():
+        own._parameters[name] = p
+        if p is not None:
+            value = p.detach().to(device, copy=True)
+            own._parameters[name] = nn.Parameter(value, p.requires_grad)
+    for name, buffer in module._buffers.items():
+        own._buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
+    for name, part in module._modules.items():
+        own._modules[name] = None if part is None else with_own_tensors(part, device)
     return own
 
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
-    parts = [part for module in modules for part in module.modules()]
-    modes = [part.training for part in parts]
-    if any(modes):
-        for module in modules:
-            module.eval()
+    modes: dict[nn.Module, bool] = {}
+    for module in modules:
+        for part in module.modules():
+            modes[part] = part.training
+            part.training = False
     try:
-        with torch.no_grad(), _local_parameters(parts):
+        with torch.no_grad(), local_parameters(*modules):
             yield
     finally:
-        for part, mode in zip(parts, modes, strict=True):
-            if part.training != mode:
-                part.training = mode
+        for part, mode in modes.items():
+            part.training = mode
 
 
-def local_parameters(*modules: nn.Module) -> AbstractContextManager[None]:
+def local_parameters(*modules: nn.Module) -> AbstractContextManager[Any]:
     """Parameters inside their modules, not in Pyro's global store, for these Pyro modules.
 
     Pyro prepares a module for this only if it was made under the setting; autoguides made before
     are prepared here.
     """
-    return _local_parameters([part for module in modules for part in module.modules()])
-
-
-@contextmanager
-def _local_parameters(parts: list[nn.Module]) -> Iterator[None]:
-    for part in parts:
-        if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
-            part._pyro_context.param_state = {"params": {}, "constraints": {}}
-    with pyro.settings.context(module_local_params=True):
-        yield
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
+                part._pyro_context.param_state = {"params": {}, "constraints": {}}
+    return pyro.settings.context(module_local_params=True)
 
 
 def is_mixed(like: Tensor) -> bool:

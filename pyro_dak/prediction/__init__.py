@@ -1,14 +1,12 @@
-"""From a posterior to predictions."""
+"""From a posterior to predictions.
 
-from pyro_dak.prediction.predict import (
-    ClassPrediction,
-    Components,
-    FunctionDraws,
-    Prediction,
-    components,
-    predict,
-    sample_functions,
-)
+`freeze` makes q(f) a function of x and is the only caller of the fast path, `predict` turns it into
+the objects of `results`.
+"""
+
+from pyro_dak.prediction.freeze import freeze
+from pyro_dak.prediction.predict import FunctionDraws, components, predict, sample_functions
+from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 
 __all__ = [
     "ClassPrediction",
@@ -16,6 +14,7 @@ __all__ = [
     "FunctionDraws",
     "Prediction",
     "components",
+    "freeze",
     "predict",
     "sample_functions",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.additive.scaling import Standardize
-from pyro_dak.inference.guides.base import MeanFieldGuide
+from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.training.checkpoint import load_module_tensors, module_tensors

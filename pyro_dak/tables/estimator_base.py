@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak.additive.gaussian import FunctionMoments
-from pyro_dak.inference.guides.base import MeanFieldGuide
+from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, Member

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyro_dak.inference.guides.base import MeanFieldGuide
+from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.training.checkpoint import (
     CheckpointError,

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive import kernels
 from pyro_dak.additive.scaling import SCALINGS, MinMax, Standardize
-from pyro_dak.inference.guides import base as guides
-from pyro_dak.inference.guides import joint as joint_guides
+from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, local_parameters
@@ -59,8 +58,8 @@ _LIKELIHOODS: dict[str, Callable[..., likelihoods.Likelihood]] = {
 _GUIDES = {
     c.__name__: c
     for c in (
-        joint_guides.FullRankGuide,
-        joint_guides.LowRankGuide,
+        guides.FullRankGuide,
+        guides.LowRankGuide,
         guides.MeanFieldGuide,
         guides.UnitBlockGuide,
     )

@@ -9,7 +9,7 @@ import torch
 from pyro.infer import ELBO, Trace_ELBO
 from torch import Tensor, nn
 
-from pyro_dak.inference.guides.base import GaussianGuide
+from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import local_parameters

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from pyro_dak.prediction.predict import ClassPrediction, predict
+from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     CheckpointError,
     describe,

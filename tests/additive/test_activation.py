@@ -120,15 +120,6 @@ def test_features_of_smooth_kernels_have_the_nystrom_covariance(kernel):
     assert_close(phi @ phi.mT, expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kernel", [LaplaceKernel(0.3), RBFKernel(0.3)])
-def test_inverse_factor_gives_the_features(kernel):
-    activation = KernelActivation(DyadicGrid(4), kernel)
-    h = torch.rand(6, 2)
-    factor = activation.inverse_factor().to_dense()
-    k_hU = kernel(h, activation.grid.inducing_points)
-    assert_close(activation(h), k_hU @ factor, rtol=0, atol=1e-12)
-
-
 # Local route = dense route
 
 
@@ -354,7 +345,7 @@ def test_table_of_moments_is_the_tridiagonal_of_the_covariance(level):
     loc, var = torch.randn(2, activation.num_inducing).abs()
     phi = reference.phi(activation.grid.sorted_points, activation.grid.inducing_points, 1.0)
     covariance = phi @ var.diag() @ phi.mT
-    table = activation.moment_table(loc.unsqueeze(0), var.unsqueeze(0)).squeeze(-1)
+    table = activation.interval_table(loc.unsqueeze(0), var.unsqueeze(0)).squeeze(-1)
     for left, right, expected in ((0, 1, phi @ loc), (2, 3, covariance.diagonal())):
         assert_close(table[left, 1:], expected, rtol=0, atol=1e-10)
         assert_close(table[right, :-1], expected, rtol=0, atol=1e-10)
@@ -364,7 +355,7 @@ def test_table_of_moments_is_the_tridiagonal_of_the_covariance(level):
 def test_recursion_of_meta_tensors_has_the_shapes_of_the_node_maps():
     activation = KernelActivation(DyadicGrid(8))
     z = torch.rand(2, 3, activation.num_inducing)
-    on_cpu, on_meta = (activation.moment_table(v, v) for v in (z, z.to("meta")))
+    on_cpu, on_meta = (activation.interval_table(v, v) for v in (z, z.to("meta")))
     assert on_meta.shape == on_cpu.shape
 
 

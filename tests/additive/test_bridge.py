@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_dak.additive import bridge as local
-from pyro_dak.fast.linear_maps import LinearMap
+from pyro_dak.additive import bridge
+from pyro_dak.fast.fused import LinearMap
 from tests import reference
 
-CPU = torch.device("cpu")
 DELTAS = [0.02, 0.3, 1.0, 5.0, 50.0]
 LEVELS = [1, 2, 3, 6]
 
@@ -21,25 +20,25 @@ def dense_factor(level, delta):
 
 
 def weights_of(x, level, delta):
-    interval = local.locate(x, 2**level - 1, delta)
-    return interval, *local.bridge_weights(interval, delta)
+    interval = bridge.locate(x, 2**level - 1, delta)
+    return interval, *bridge.bridge_weights(interval, delta)
 
 
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_node_values_are_the_dense_factor_times_z(level, delta):
     z = torch.randn(2, 3, 2**level - 1)
-    constants = local.level_constants(level, delta, torch.float64, CPU)
+    constants = bridge.level_constants(level, delta)
     expected = z @ dense_factor(level, delta).mT
-    assert_close(local.node_values(z, constants), expected, rtol=0, atol=1e-12)
+    assert_close(bridge.node_values(z, constants), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_node_moments_are_the_tridiagonal_of_the_dense_covariance(level, delta):
     z_loc, z_var = torch.randn(3, 2**level - 1), torch.rand(3, 2**level - 1)
-    constants = local.level_constants(level, delta, torch.float64, CPU)
-    mean, var, cov = local.node_moments(z_loc, z_var, constants)
+    constants = bridge.level_constants(level, delta)
+    mean, var, cov = bridge.node_moments(z_loc, z_var, constants)
     L_U = dense_factor(level, delta)
     covariance = L_U @ torch.diag_embed(z_var) @ L_U.mT
     assert_close(mean, z_loc @ L_U.mT, rtol=0, atol=1e-12)
@@ -49,36 +48,30 @@ def test_node_moments_are_the_tridiagonal_of_the_dense_covariance(level, delta):
 
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_node_maps_are_the_dense_factor_and_its_products(level, delta):
-    node_map, moment_map = local.node_maps(level, delta)
-    L_U = dense_factor(level, delta)
-    products = torch.cat([L_U.square(), L_U[:-1] * L_U[1:]])
-    assert_close(node_map.to_dense(), L_U, rtol=0, atol=1e-12)
-    assert_close(moment_map.to_dense(), products, rtol=0, atol=1e-12)
+def test_node_factor_is_the_dense_factor(level, delta):
+    found = bridge.node_factor(level, delta).to_dense()
+    assert_close(found, dense_factor(level, delta), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1.0, 20.0])
-def test_node_maps_equal_the_recursion_on_a_fine_grid(delta):
+def test_node_factor_equals_the_recursion_on_a_fine_grid(delta):
     level = 10
-    z_loc, z_var = torch.randn(2**level - 1), torch.rand(2**level - 1)
-    constants = local.level_constants(level, delta, torch.float64, CPU)
-    node_map, moment_map = local.node_maps(level, delta)
-    mean, var, cov = local.node_moments(z_loc, z_var, constants)
-    assert_close(node_map @ z_loc, mean, rtol=0, atol=1e-12)
-    assert_close(moment_map @ z_var, torch.cat([var, cov]), rtol=0, atol=1e-12)
+    z = torch.randn(2**level - 1)
+    recursion = bridge.node_values(z, bridge.level_constants(level, delta))
+    assert_close(bridge.node_factor(level, delta) @ z, recursion, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_node_map_rows_hold_at_most_one_non_zero_per_level(level):
-    node_map, _ = local.node_maps(level, 1.0)
-    assert torch.bincount(node_map.indices()[0]).max() <= level
+def test_rows_of_the_node_factor_hold_at_most_one_non_zero_per_level(level):
+    rows, _ = bridge.node_factor(level, 1.0).indices()
+    assert torch.bincount(rows).max() <= level
 
 
 @pytest.mark.parametrize(
     ("x", "j"), [(-7.0, 0), (0.5, 0), (1.0, 1), (1.5, 1), (2.0, 2), (6.9, 6), (7.0, 7), (99.0, 7)]
 )
 def test_locate_finds_the_interval_and_the_distances_to_its_nodes(x, j):
-    interval = local.locate(torch.tensor(x), 7, 0.3)
+    interval = bridge.locate(torch.tensor(x), 7, 0.3)
     assert interval.j == j
     assert interval.a == (x - j if j > 0 else math.inf)
     assert_close(float(interval.b), j + 1 - x if j < 7 else math.inf)
@@ -86,7 +79,7 @@ def test_locate_finds_the_interval_and_the_distances_to_its_nodes(x, j):
 
 @pytest.mark.parametrize("x", [math.nan, math.inf, -math.inf])
 def test_locate_never_returns_an_index_out_of_range(x):
-    assert 0 <= int(local.locate(torch.tensor([x]), 7, 0.3).j) <= 7
+    assert 0 <= int(bridge.locate(torch.tensor([x]), 7, 0.3).j) <= 7
 
 
 def test_nan_shows_in_the_weights():
@@ -116,7 +109,7 @@ def test_weights_and_residual_variance_stay_between_zero_and_one(delta, dtype):
     x = torch.cat([torch.linspace(-70, 80, 997), torch.arange(9.0)]).to(dtype)
     interval, w0, w1 = weights_of(x, 3, delta)
     eps = torch.finfo(dtype).eps
-    for value in (w0, w1, local.bridge_variance(interval, delta)):
+    for value in (w0, w1, bridge.bridge_variance(interval, delta)):
         assert (value >= 0).all()
         assert (value <= 1 + 4 * eps).all()
 
@@ -125,14 +118,14 @@ def test_weights_and_residual_variance_stay_between_zero_and_one(delta, dtype):
 def test_bridge_variance_is_what_the_two_weights_leave(delta):
     interval, w0, w1 = weights_of(torch.linspace(-3, 11, 101), 3, delta)
     expected = 1 - w0.square() - w1.square() - 2 * w0 * w1 * math.exp(-delta)
-    assert_close(local.bridge_variance(interval, delta), expected, rtol=0, atol=1e-12)
+    assert_close(bridge.bridge_variance(interval, delta), expected, rtol=0, atol=1e-12)
 
 
 def test_bridge_variance_keeps_its_digits_where_the_difference_cancels():
     delta, a = 1e-10, 0.25
-    interval = local.locate(torch.tensor([3 + a]), 7, delta)
+    interval = bridge.locate(torch.tensor([3 + a]), 7, delta)
     expected = torch.tensor([2 * delta * a * (1 - a)])  # first order in delta
-    assert_close(local.bridge_variance(interval, delta), expected, rtol=1e-9, atol=0)
+    assert_close(bridge.bridge_variance(interval, delta), expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("delta", DELTAS)
@@ -141,16 +134,16 @@ def test_level_features_are_the_non_zeros_of_dense_phi(level, delta):
     width = 2.0**level
     x = torch.cat([width * (3 * torch.rand(40) - 1), torch.arange(1.0, width)])
     U = reference.dyadic_points(level, (0.0, width))
-    constants = local.feature_constants(level, delta, torch.float64, CPU)
-    index, value = local.level_features(x, constants, delta)
+    constants = bridge.feature_constants(level, delta)
+    index, value = bridge.level_features(x, constants, delta)
     phi = torch.zeros(len(x), len(U)).scatter(-1, index, value)
     assert_close(phi, reference.phi(x, U, 1 / delta), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("x", [math.nan, math.inf, -math.inf])
 def test_level_features_never_index_out_of_range(x):
-    constants = local.feature_constants(3, 0.3, torch.float64, CPU)
-    index, value = local.level_features(torch.tensor([x]), constants, 0.3)
+    constants = bridge.feature_constants(3, 0.3)
+    index, value = bridge.level_features(torch.tensor([x]), constants, 0.3)
     assert ((index >= 0) & (index < 7)).all()
     assert value.isnan().any() == math.isnan(x)
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.factor import dense_inverse_factor, level_coefficients, sparse_inverse_factor
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
@@ -99,3 +100,10 @@ def test_sparse_factor_of_a_kernel_that_is_not_markov_is_refused(kernel):
     message = f"`kernel` must be Markov .* got {type(kernel).__name__}. Use LaplaceKernel"
     with pytest.raises(ValueError, match=message):
         sparse_inverse_factor(DyadicGrid(3), kernel)
+
+
+def test_the_sparse_factor_gives_the_features():
+    grid, kernel = DyadicGrid(4), LaplaceKernel(0.3)
+    h = torch.rand(6, 2)
+    expected = kernel(h, grid.inducing_points) @ sparse_inverse_factor(grid, kernel).to_dense()
+    assert_close(KernelActivation(grid, kernel)(h), expected, rtol=0, atol=1e-12)

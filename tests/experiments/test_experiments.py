@@ -111,7 +111,7 @@ def test_targets_of_the_test_rows_change_nothing_in_training(preset, monkeypatch
         def predict(self, x):
             from pyro_dak import GaussianLikelihood
             from pyro_dak.additive.gaussian import FunctionMoments
-            from pyro_dak.prediction.predict import Prediction
+            from pyro_dak.prediction import Prediction
 
             one = torch.ones(len(x), 1)
             return Prediction(one, one, one, FunctionMoments(one, one), GaussianLikelihood())
@@ -137,7 +137,7 @@ def test_folds_cover_every_row_once():
 def test_scores_are_in_the_units_of_the_data():
     from pyro_dak import GaussianLikelihood
     from pyro_dak.additive.gaussian import FunctionMoments
-    from pyro_dak.prediction.predict import Prediction
+    from pyro_dak.prediction import Prediction
 
     mean, y = torch.zeros(50, 1), torch.randn(50, 1)
     functions = FunctionMoments(mean, torch.full_like(mean, 0.4))

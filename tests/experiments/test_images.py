@@ -18,7 +18,7 @@ from experiments.results import read_json, write_json
 from models.images._recipe import ImageRecipe
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.diagnostics.scores import expected_calibration_error
-from pyro_dak.prediction.predict import ClassPrediction
+from pyro_dak.prediction import ClassPrediction
 from tests.experiments.test_experiments import invoke
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.

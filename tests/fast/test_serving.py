@@ -7,10 +7,15 @@ import torch
 from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
-from pyro_dak.additive import bridge as local
-from pyro_dak.fast.linear_maps import LinearMap
+from pyro_dak.additive import bridge
+from pyro_dak.fast import fused
 from pyro_dak.fast.serving import FixedMoments
 from tests import reference
+
+
+def fixed_moments(activation, loc, var):
+    intervals = activation.local_constants(loc).intervals
+    return FixedMoments(activation.node_table(loc, var), intervals)
 
 
 @pytest.mark.filterwarnings("ignore:The grid is coarse")
@@ -18,33 +23,36 @@ from tests import reference
 @pytest.mark.parametrize(
     ("level", "lengthscale"), [(1, 0.5), (1, 1.0), (3, 0.125), (3, 1.0), (9, 2.0)]
 )
-def test_fixed_moments_are_the_loop_inside_and_outside_the_grid(level, lengthscale, num_functions):
+def test_fixed_moments_are_the_loop_inside_and_outside_the_grid(
+    level, lengthscale, num_functions, monkeypatch
+):
     activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(lengthscale))
     nodes = activation.grid.inducing_points[:2].expand(2, 2)[: min(2, activation.num_inducing)]
     bounds = torch.tensor([[-1.0, 1.0], [40.0, -40.0], [math.inf, -math.inf]])
     h = torch.cat([torch.randn(30, 2), nodes.reshape(-1, 2), bounds])
     loc = torch.randn(num_functions, 2, activation.num_inducing)
     var = torch.rand_like(loc)
-    moments = activation.fixed_moments(loc, var, route="local")
+    moments = fixed_moments(activation, loc, var)
     phi = reference.phi(h, activation.grid.inducing_points, lengthscale)
     sigma, zero = torch.ones(2), torch.zeros(num_functions)
     expected = reference.moments_of_f(phi, loc, var.sqrt(), sigma, zero, zero)
     assert_close(moments(h), expected, rtol=0, atol=1e-10)
-    assert_close(moments.for_compiler(h), expected, rtol=0, atol=1e-10)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert_close(moments(h), expected, rtol=0, atol=1e-10)
 
 
 def test_fixed_moments_in_single_precision_are_those_in_double_on_a_fine_grid():
     activation = KernelActivation(DyadicGrid(10))
     h, loc, var = torch.rand(200, 3).float(), torch.randn(1, 3, 1023), torch.rand(1, 3, 1023)
-    mean, variance = activation.fixed_moments(loc.float(), var.float())(h)
-    expected = activation.fixed_moments(loc, var)(h.double())
+    mean, variance = fixed_moments(activation, loc.float(), var.float())(h)
+    expected = fixed_moments(activation, loc, var)(h.double())
     assert (variance > 0).all()
     assert_close((mean.double(), variance.double()), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(("level", "lengthscale"), [(2, 0.25), (3, 1.0), (6, 1.0)])
 def test_fixed_variance_next_to_a_node_that_is_known_is_exact_in_single_precision(
-    level, lengthscale
+    level, lengthscale, monkeypatch
 ):
     """The finest level is unknown, the others nearly known: towards them the variance vanishes."""
     activation = KernelActivation(DyadicGrid(level), LaplaceKernel(lengthscale))
@@ -54,21 +62,25 @@ def test_fixed_variance_next_to_a_node_that_is_known_is_exact_in_single_precisio
     nodes = activation.grid.inducing_points
     steps = torch.logspace(-8, -1, 40) * activation.grid.spacing
     h = (nodes.unsqueeze(-1) - steps).reshape(-1, 1).float()
-    moments = activation.fixed_moments(0 * var.float(), var.float(), route="local")
+    moments = fixed_moments(activation, 0 * var.float(), var.float())
     _, expected = activation.combine_moments(h, 0 * var.float(), var.float(), route="local")
-    for found in (moments(h)[1], moments.for_compiler(h)[1]):
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
+        found = moments(h)[1]
         assert (found > 0).all()
         assert_close(found, expected, rtol=3e-6, atol=0)
 
 
-def test_nan_shows_in_its_own_row_of_fixed_moments():
+def test_nan_shows_in_its_own_row_of_fixed_moments(monkeypatch):
     activation = KernelActivation(DyadicGrid(3))
     loc = torch.randn(2, 3, 7)
     h = torch.rand(4, 3)
     h[1, 2] = math.nan
-    moments = activation.fixed_moments(loc, loc.square(), route="local")
-    for part in (*moments(h), *moments.for_compiler(h)):
-        assert torch.equal(part.isnan().any(-1), torch.tensor([False, True, False, False]))
+    moments = fixed_moments(activation, loc, loc.square())
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda value=is_compiling: value)
+        for part in moments(h):
+            assert torch.equal(part.isnan().any(-1), torch.tensor([False, True, False, False]))
 
 
 @pytest.mark.filterwarnings("ignore:The grid is coarse")
@@ -83,18 +95,15 @@ def test_fixed_moments_of_many_rows_are_those_of_the_dense_route(
     h = torch.rand(3000, 2) * 1.8 - 0.9
     h[17, 0], h[18, 1] = furthest, -furthest
     loc = torch.randn(num_functions, 2, activation.num_inducing)
-    moments = activation.fixed_moments(loc, loc.square(), route="local")
+    moments = fixed_moments(activation, loc, loc.square())
     expected = activation.combine_moments(h, loc, loc.square(), route="dense")
     assert_close(moments(h), expected, rtol=0, atol=1e-10)
-    x = (h.mT + 1) / activation.grid.spacing
-    nodes, r = moments._bring_near(x)[1:]
-    assert (nodes is moments.extended()) == (r is None) == (furthest < 40)
 
 
 def test_many_rows_have_the_moments_of_few():
     activation = KernelActivation(DyadicGrid(4), LaplaceKernel(0.7))
     loc = torch.randn(2, 3, 15)
-    moments = activation.fixed_moments(loc, loc.square(), route="local")
+    moments = fixed_moments(activation, loc, loc.square())
     h = 0.5 + 0.3 * torch.randn(2048, 3)
     for many, few in zip(moments(h), zip(*map(moments, h.split(100)), strict=True), strict=True):
         assert_close(many, torch.cat(few))
@@ -105,14 +114,14 @@ def test_nan_among_many_rows_shows_in_its_own():
     loc = torch.randn(1, 3, 7)
     h = torch.rand(3000, 3)
     h[1234, 2] = math.nan
-    for part in activation.fixed_moments(loc, loc.square(), route="local")(h):
+    for part in fixed_moments(activation, loc, loc.square())(h):
         assert part.isnan().any(-1).nonzero().flatten().tolist() == [1234]
 
 
 def test_fixed_moments_of_no_rows_are_empty():
     activation = KernelActivation(DyadicGrid(3))
     loc = torch.randn(2, 3, 7)
-    for part in activation.fixed_moments(loc, loc.square(), route="local")(torch.empty(0, 3)):
+    for part in fixed_moments(activation, loc, loc.square())(torch.empty(0, 3)):
         assert part.shape == (0, 2)
 
 
@@ -120,12 +129,9 @@ def test_fixed_moments_of_no_rows_are_empty():
 def test_node_table_is_that_of_the_recursion_continued_on_either_side(level, delta):
     M = 2**level - 1
     loc, var = torch.randn(M), torch.rand(M)
-    constants = local.level_constants(level, delta, torch.float64, torch.device("cpu"))
-    mean, node_var, cov = local.node_moments(loc, var, constants)
-    table = (
-        local.node_table_map(local.table_map(level, delta), delta).to_dense()
-        @ torch.cat([loc, var])
-    ).view(3, M + 2)
+    mean, node_var, cov = bridge.node_moments(loc, var, bridge.level_constants(level, delta))
+    matrix = fused.node_matrix(bridge.node_factor(level, delta), delta).to_dense()
+    table = (matrix @ torch.cat([loc, var])).view(3, M + 2)
     rho = math.exp(-delta)
     assert_close(table[0, 1:-1], mean)
     assert_close(table[1, 1:-1], node_var)
@@ -142,15 +148,15 @@ def test_node_table_without_maps_is_the_same(level, monkeypatch):
     activation = KernelActivation(DyadicGrid(level))
     loc = torch.randn(2, 3, activation.num_inducing)
     expected = activation.node_table(loc, loc.square())
-    monkeypatch.setattr(LinearMap, "can_run", lambda self: False)
+    constants = activation.local_constants(loc)._replace(moment_map=None)
+    monkeypatch.setattr(activation, "local_constants", lambda like: constants)
     assert_close(activation.node_table(loc, loc.square()), expected)
 
 
 def test_fixed_moments_on_the_meta_device_have_shapes():
     activation = KernelActivation(DyadicGrid(3))
     loc = torch.empty(2, 3, 7, device="meta")
-    moments = activation.fixed_moments(loc, loc, route="local")
-    assert isinstance(moments, FixedMoments)
+    moments = fixed_moments(activation, loc, loc)
     for part in moments(torch.empty(3000, 3, device="meta")):
         assert part.shape == (3000, 2)
         assert part.is_meta
@@ -168,7 +174,7 @@ def test_fixed_moments_are_as_exact_as_those_of_training(bounds, num_rows, dtype
     loc = torch.randn(2, 3, 31, dtype=dtype)
     exact = activation.combine_moments(h.double(), loc.double(), loc.double().square(), "dense")
     trained = activation.combine_moments(h, loc, loc.square(), "local")
-    fixed = activation.fixed_moments(loc, loc.square(), "local")(h)
+    fixed = fixed_moments(activation, loc, loc.square())(h)
     eps = torch.finfo(dtype).eps
     for part, other, truth in zip(fixed, trained, exact, strict=True):
         error = (part - truth).abs().max()

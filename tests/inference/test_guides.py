@@ -16,37 +16,12 @@ from pyro_dak import (
     MeanFieldGuide,
     UnitBlockGuide,
 )
-from pyro_dak.additive.kernels import RBFKernel
 from pyro_dak.inference.objectives import kl
 from tests import scenarios
 from tests.scenarios import GUIDES, agrees
 
 guides = pytest.mark.parametrize("guide", GUIDES)
 linear_terms = pytest.mark.parametrize("linear_term", [False, True])
-
-
-@guides
-@linear_terms
-@pytest.mark.parametrize("kernel", [None, RBFKernel(0.5)], ids=["laplace", "rbf"])
-def test_moments_of_f_equal_those_of_the_joint_covariance(guide, linear_term, kernel):
-    case = scenarios.heteroscedastic(guide=guide, linear_term=linear_term, kernel=kernel)
-    mean, var, root = case.guide.moments(case.model.layer, case.h)
-    expected_mean, expected_cov = moments_by_design(case)
-    assert_close(mean, expected_mean)
-    assert_close(var, expected_cov.diagonal(dim1=-2, dim2=-1))
-    off_diagonal = ~torch.eye(4, dtype=torch.bool)
-    cov = torch.zeros(8, 4, 4) if root is None else torch.einsum("rna,rnb->nab", root, root)
-    assert_close(cov[:, off_diagonal], expected_cov[:, off_diagonal])
-
-
-@guides
-@linear_terms
-@pytest.mark.parametrize("kernel", [None, RBFKernel(0.5)], ids=["laplace", "rbf"])
-def test_fixed_moments_are_the_moments(guide, linear_term, kernel):
-    case = scenarios.heteroscedastic(guide=guide, linear_term=linear_term, kernel=kernel)
-    found = case.guide.fixed_moments(case.model.layer)(case.h)
-    for one, other in zip(found, case.guide.moments(case.model.layer, case.h), strict=True):
-        assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-10)
 
 
 def moments_by_design(case):

@@ -159,58 +159,6 @@ def test_rows_are_independent_in_eval_mode():
     assert_close(case.h, torch.cat([case.model.unit_inputs(row) for row in case.x.split(1)]))
 
 
-@pytest.mark.parametrize("scaling", ["standardize", "minmax", "none"])
-@pytest.mark.parametrize("embedding", [True, False])
-def test_fixed_unit_inputs_are_those_of_eval_mode(scaling, embedding):
-    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-    model = DAK(network, 4, num_units=4, scaling=scaling, embedding=embedding)
-    model.unit_inputs(5 + 3 * torch.randn(50, 3))  # running statistics that are not the initial
-    model.eval()
-    x = torch.randn(20, 3)
-    assert_close(model.fixed_unit_inputs()(x), model.unit_inputs(x))
-
-
-def test_fixed_unit_inputs_keep_their_precision_beside_a_network_of_less():
-    model = DAK(nn.Linear(3, 4), 4, num_units=2).float()
-    model.unit_inputs(torch.randn(50, 3).float())
-    model.eval()
-    x = torch.randn(20, 3).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        features = model.feature_extractor(x)
-        h = model.fixed_unit_inputs()(x)
-    assert features.dtype == torch.bfloat16
-    assert_close(h, model.embed(features.float()).detach(), rtol=1e-5, atol=1e-5)
-
-
-def half_the_input(module, inputs):
-    return (inputs[0] / 2,)
-
-
-class Rescaled(DAK):
-    """A model with unit inputs of its own."""
-
-    def unit_inputs(self, x):
-        return super().unit_inputs(x / 10)
-
-
-@pytest.mark.parametrize("change", ["bias", "hook", "norm", "scaling", "subclass"])
-def test_fixed_unit_inputs_follow_what_somebody_put_in_place_of_the_parts(change):
-    make = Rescaled if change == "subclass" else DAK
-    model = make(nn.Linear(3, 4), 4, num_units=2)
-    if change == "bias":
-        model.embedding = nn.Linear(4, 2)
-    elif change == "hook":
-        model.embedding.register_forward_pre_hook(half_the_input)
-    elif change == "norm":
-        torch.nn.utils.parametrizations.weight_norm(model.embedding)
-    elif change == "scaling":
-        model.scaling = nn.BatchNorm1d(2)
-    model.unit_inputs(5 + torch.randn(50, 3))
-    model.eval()
-    x = torch.randn(20, 3)
-    assert_close(model.fixed_unit_inputs()(x), model.unit_inputs(x).detach())
-
-
 def test_evaluating_brings_every_mode_back():
     model = DAK(nn.Sequential(nn.Linear(3, 4), nn.Dropout()), 4, num_units=2)
     model.feature_extractor[1].eval()

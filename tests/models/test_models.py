@@ -14,7 +14,7 @@ import pyro_dak
 from models._recipe import Recipe, Regressor, backbone, train
 from pyro_dak import ClosedFormELBO, MeanFieldGuide, TrainingError
 from pyro_dak.model.modes import evaluating
-from pyro_dak.prediction.predict import Prediction
+from pyro_dak.prediction import Prediction
 
 # What GPyTorch and linear_operator say of themselves, at import and in sparse interpolation.
 pytestmark = [

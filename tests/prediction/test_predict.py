@@ -24,7 +24,7 @@ from pyro_dak import (
     sample_functions,
 )
 from pyro_dak.inference.draws import draw_sites
-from pyro_dak.prediction.predict import function_moments
+from pyro_dak.prediction import freeze
 from tests import scenarios
 
 REGRESSIONS = ["gaussian", "heteroscedastic", "student_t", "poisson", "bernoulli"]
@@ -228,7 +228,7 @@ def test_shrinkage_goes_through_draws():
     model = DAK(nn.Identity(), 3, num_units=3, embedding=False, level=2,
                 prior={"shrinkage": HorseshoePrior()}).eval()  # fmt: skip
     guide = MeanFieldGuide(model)
-    moments = function_moments(model, guide, draw_sites(guide, 10))(torch.rand(5, 3))
+    moments = freeze(model, guide, draw_sites(guide, 10))(torch.rand(5, 3))
     assert moments.root.shape == (10, 5, 1)
 
 

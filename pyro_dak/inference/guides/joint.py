@@ -34,8 +34,8 @@ class FullRankGuide(GaussianGuide):
         F = self.site_shapes["mu"][0]
         self._sizes = [self.site_shapes[n][1:].numel() for n in self.weight_sites]
         K = sum(self._sizes)
-        self.loc = self._initial_loc(F, K)
-        self.raw_tril = self._initial_raw_tril(F, K, K)
+        self.loc = self.initial_loc(F, K)
+        self.raw_tril = self.initial_raw_tril(F, K, K)
 
     @property
     def scale_tril(self) -> Tensor:
@@ -113,8 +113,8 @@ class LowRankGuide(GaussianGuide):
         self.rank = rank
         self._sizes = [self.site_shapes[n].numel() for n in self.weight_sites]
         K = sum(self._sizes)
-        self.loc = self._initial_loc(K)
-        self.log_scale = self._initial_log_scale(K)
+        self.loc = self.initial_loc(K)
+        self.log_scale = self.initial_log_scale(K)
         self.factor = nn.Parameter(0.1 * init_scale / rank**0.5 * torch.randn(K, rank))
 
     def _split(self, flat: Tensor) -> Weights:

@@ -10,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
-from pyro_dak.additive import bridge as local
-from pyro_dak.fast.linear_maps import LinearMap
-from pyro_dak.fast.moments import interval_constants, sinh_ratio
+from pyro_dak.additive import bridge, gaussian
+from pyro_dak.additive.gaussian import mean_field_moments
+from pyro_dak.fast import fused
+from pyro_dak.fast.fused import LinearMap
 from tests import reference
 
 
@@ -64,7 +65,7 @@ def test_mean_field_moments_are_the_loop_inside_and_outside_the_grid(level, num_
     loc = torch.randn(num_functions, 2, activation.num_inducing)
     scale, sigma = torch.rand_like(loc), torch.rand(2) + 0.5
     mu, mu_scale = torch.randn(num_functions), torch.rand(num_functions)
-    found = activation.mean_field_moments(h, loc, scale, sigma, mu, mu_scale, route="local")
+    found = mean_field_moments(activation, h, loc, scale, sigma, mu, mu_scale, route="local")
     phi = reference.phi(h, activation.grid.inducing_points, 0.5)
     expected = reference.moments_of_f(phi, loc, scale, sigma, mu, mu_scale)
     assert_close(found, expected, rtol=0, atol=1e-10)
@@ -77,31 +78,31 @@ def test_gradients_of_mean_field_moments_are_those_of_the_dense_route():
     leaves = [leaf.requires_grad_() for leaf in leaves]
     gradients = []
     for route in ("dense", "local"):
-        mean, var = activation.mean_field_moments(*leaves, route=route)
+        mean, var = mean_field_moments(activation, *leaves, route=route)
         gradients.append(torch.autograd.grad(mean.sin().sum() + var.square().sum(), leaves))
     assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf")])
-def test_moments_at_infinity_are_those_of_the_bias(value):
+def test_moments_at_infinity_are_zero(value):
     activation = KernelActivation(DyadicGrid(3))
-    loc, one = torch.randn(1, 2, 7), torch.ones(1)
+    loc = torch.randn(1, 2, 7)
     h = torch.full((1, 2), value)
-    mean, var = activation.mean_field_moments(h, loc, loc.abs(), torch.ones(2), 2 * one, 3 * one)
-    assert_close((mean, var), (torch.tensor([[2.0]]), torch.tensor([[9.0]])))
+    mean, var = activation.combine_moments(h, loc, loc.square(), unit_scale=torch.ones(2))
+    assert_close((mean, var), (0 * mean, 0 * var))
 
 
-@pytest.mark.parametrize("level", [1, 2, 5])
+@pytest.mark.parametrize("level", [1, 2, 5, 10])
 def test_table_holds_means_variances_and_twice_the_covariance_of_every_interval(level):
     M = 2**level - 1
     loc, var = torch.randn(M), torch.rand(M)
-    table = (local.table_map(level, 0.3).to_dense() @ torch.cat([loc, var])).view(5, M + 1)
-    constants = local.level_constants(level, 0.3, torch.float64, torch.device("cpu"))
-    nodes = local.node_moments(loc, var, constants)
+    matrix = fused.interval_matrix(bridge.node_factor(level, 0.3)).to_dense()
+    table = (matrix @ torch.cat([loc, var])).view(5, M + 1)
+    nodes = bridge.node_moments(loc, var, bridge.level_constants(level, 0.3))
     mean, node_var = (torch.nn.functional.pad(part, (1, 1)) for part in nodes[:2])
     cov = torch.nn.functional.pad(2 * nodes.cov, (1, 1))
     rows = [mean[:-1], mean[1:], node_var[:-1], node_var[1:], cov]
-    assert_close(table, torch.stack(rows))
+    assert_close(table, torch.stack(rows), rtol=0, atol=1e-12)
 
 
 def mean_field(level, num_functions=2, num_units=3):
@@ -145,9 +146,9 @@ def test_divergence_of_terms_at_the_prior_is_exactly_zero_in_single_precision():
 @pytest.mark.parametrize("delta", [1e-6, 0.01, 0.5, 1.0, 1.01, 30.0, 1e5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ratio_of_hyperbolic_sines_is_exact_on_fine_and_coarse_grids(delta, dtype):
-    constants = interval_constants(7, 0.0, 0.125, delta, dtype, torch.device("cpu"))
+    intervals = fused.intervals_of_grid(7, 0.0, 0.125, delta, dtype, torch.device("cpu"))
     a = torch.linspace(0, 1, 101, dtype=dtype)
-    found = sinh_ratio(a, constants)
+    found = fused.sinh_ratio(a, intervals)
     a = a.double()
     exact = ((a - 1) * delta).exp() * (-2 * delta * a).expm1() / math.expm1(-2 * delta)
     eps = torch.finfo(dtype).eps
@@ -168,7 +169,9 @@ for level, lengthscale, F in ((3, 0.1, 1), (3, 1.0, 3), (8, 1.0, 1)):
     leaves = [leaf.requires_grad_() for leaf in leaves]
 
     def total():
-        mean, var = activation.mean_field_moments(*leaves, leaves[-1], "local")
+        h, loc, scale, sigma, mu = leaves
+        mean, var = activation.combine_moments(h, loc, scale.square(), "local", sigma)
+        mean, var = mean + mu, var + mu.square()
         return mean.sin().sum() + var.square().sum()
 
     assert torch._dynamo.explain(total)().graph_break_count == 0
@@ -184,6 +187,32 @@ def test_compiled_moments_are_one_graph_with_the_same_values_and_gradients():
     root = Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("level", [1, 3, 8])
+def test_two_nodes_and_their_weights_are_those_of_the_bridge(level):
+    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(0.5))
+    h = torch.cat([1.5 * torch.randn(40, 2), torch.tensor([[-1.0, 1.0], [40.0, -40.0]])])
+    sigma = torch.rand(1, 2) + 0.5
+    j, weights = fused.two_nodes(h.mT.unsqueeze(0), sigma, activation.local_constants(h).intervals)
+    x = (h + 1) / activation.grid.spacing
+    interval = bridge.locate(x, activation.num_inducing, activation.delta)
+    expected = torch.stack(bridge.bridge_weights(interval, activation.delta)) * sigma
+    assert torch.equal(j[0].mT.long(), interval.j)
+    assert_close(weights[:, 0].mT, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_output", [True, False])
+def test_expected_log_normal_is_its_plain_twin_in_values_and_gradients(per_output, monkeypatch):
+    noise = torch.rand(2 if per_output else ()) + 0.5
+    leaves = [torch.randn(5, 2), torch.randn(5, 2), torch.rand(5, 2), noise]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    found = gaussian.expected_log_normal(*leaves)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    expected = gaussian.expected_log_normal(*leaves)
+    assert_close(found, expected)
+    gradients = [torch.autograd.grad(value.sin().sum(), leaves) for value in (found, expected)]
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("is_dense", [True, False])

@@ -1,0 +1,531 @@
+"""The terms of the bound as few operations, with their gradients written out.
+
+What bounds the last layer is the number of operations, not their size. So the moments of the nodes
+come from one product with a constant matrix (`LinearMap`), the two nodes around an input share an
+axis and one gather, the scales of the units are part of the weights, and one backward pass serves
+all of it. Each function here has a plain twin in `additive`, which a test holds it to.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from pyro_dak.validation import second_derivative_error
+
+__all__ = [
+    "Intervals",
+    "LinearMap",
+    "expected_log_normal",
+    "interpolated_moments",
+    "interval_matrix",
+    "intervals_of_grid",
+    "mean_field_terms",
+    "node_matrix",
+    "sinh_ratio",
+    "two_nodes",
+]
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+class Intervals(NamedTuple):
+    """The intervals between the nodes of a grid, as constants in one dtype on one device.
+
+    Node j of 1 to M lies at low + j spacing; delta is the spacing in lengthscales. Numbers are kept
+    as tensors where torch would otherwise convert them at each call. `slope` is delta / spacing.
+    `squares`, `(M + 1,)`, holds 1 / sinh(delta)^2 for the intervals between two nodes and 0 for the
+    two unbounded ones. `ends` is (1, 0) and `signs` is (-1, 1), both `(2, 1, 1, 1)`. `coefficients`
+    are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number.
+    """
+
+    low: Tensor
+    spacing: Tensor
+    slope: Tensor
+    squares: Tensor
+    ends: Tensor
+    signs: Tensor
+    coefficients: tuple[Tensor, ...]
+    last_coefficient: float
+    delta: float
+    num_nodes: int
+
+
+def intervals_of_grid(
+    num_nodes: int,
+    low: float,
+    spacing: float,
+    delta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Intervals:
+    """The intervals of a grid, computed in float64 and then cast."""
+    square = 4 * math.exp(-2 * delta) / math.expm1(-2 * delta) ** 2
+    coefficients = _sinh_coefficients(delta, torch.finfo(dtype).eps)
+    scalars = torch.tensor([low, spacing, delta / spacing, 1, 0, -1, 1], dtype=torch.float64)
+    low_, spacing_, slope, *_ = scalars.to(device, dtype).unbind()
+    squares = torch.full((num_nodes + 1,), square, dtype=torch.float64)
+    squares[[0, -1]] = 0
+    ends, signs = scalars[3:].to(device, dtype).view(2, 2, 1, 1, 1)
+    series = torch.tensor(coefficients, dtype=torch.float64).to(device, dtype).unbind()
+    last = coefficients[-1] if coefficients else math.nan
+    squares = squares.to(device, dtype)
+    return Intervals(low_, spacing_, slope, squares, ends, signs, series, last, delta, num_nodes)
+
+
+def _sinh_coefficients(delta: float, eps: float) -> list[float]:
+    """c_k with sinh(a delta) / sinh(delta) = sum_k c_k a^(2 k + 1), as many as matter for a <= 1.
+
+    c_k = delta^(2 k + 1) / ((2 k + 1)! sinh(delta)). They are positive and sum to 1, so nothing
+    cancels. In float32 three of them are enough for M = 7 on one lengthscale and two for M = 63,
+    which costs a fraction of expm1. For delta > 1 there would be too many, and the list is empty.
+    """
+    if delta > 1:
+        return []
+    coefficients, c, k = [], delta / math.sinh(delta), 0
+    while c > eps / 8:
+        coefficients.append(c)
+        k += 1
+        c *= delta**2 / (2 * k * (2 * k + 1))
+    return coefficients
+
+
+@contextmanager
+def _without_beta_warning() -> Iterator[None]:
+    """Silence torch's remark that its compressed sparse rows are a beta feature."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        yield
+
+
+class _SparseProduct(torch.autograd.Function):
+    """z -> A z for a constant A in compressed rows, `(M, K)` to `(R, K)`."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
+        ctx.matrix, ctx.transposed = matrix, transposed
+        return matrix @ z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _SparseProduct.apply(grad, ctx.transposed, ctx.matrix), None, None
+
+
+class LinearMap:
+    """A constant linear map A, `(R, M)`, of the last axis of a tensor; dense if M is small.
+
+    Args:
+        matrix: sparse COO `(R, M)`.
+        is_dense: whether to multiply densely.
+    """
+
+    def __init__(self, matrix: Tensor, is_dense: bool):
+        self.is_dense = is_dense
+        self.transposed: Tensor | None = None
+        if is_dense:
+            self.matrix = matrix.to_dense()
+            return
+        with _without_beta_warning():
+            self.matrix = matrix.to_sparse_csr()
+            self.transposed = matrix.mT.to_sparse_csr()
+
+    def can_run(self) -> bool:
+        """Whether the product works here: torch's compiler has no sparse products."""
+        return self.is_dense or not torch.compiler.is_compiling()
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """`(..., M)` to `(..., R)`."""
+        return self._columns(z).mT.reshape(*z.shape[:-1], -1)
+
+    def units_last(self, z: Tensor) -> Tensor:
+        """`(..., P, M)` to `(..., R, P)`."""
+        columns = self._columns(z)
+        if z.dim() == 3 and len(z) == 1:
+            return columns.unsqueeze(0)
+        return columns.reshape(-1, *z.shape[:-1]).movedim(0, -2)
+
+    def parts_first(self, z: Tensor, num_parts: int) -> Tensor:
+        """`(F, P, M)` to `(num_parts, F, P, R / num_parts)`."""
+        parts = self._columns(z).view(num_parts, -1, z.shape[0] * z.shape[1])
+        return parts.mT.reshape(num_parts, *z.shape[:2], -1)
+
+    def transpose(self, grad: Tensor) -> Tensor:
+        """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
+        F, R, P = grad.shape
+        flat = grad.transpose(0, 1).reshape(R, F * P)
+        product = self.matrix.mT @ flat if self.transposed is None else self.transposed @ flat
+        return product.mT.view(F, P, -1)
+
+    def _columns(self, z: Tensor) -> Tensor:
+        """A times the transpose of z with all but its last axis as one, `(R, K)`."""
+        flat = z.reshape(-1, z.shape[-1]).mT
+        if self.transposed is None:
+            return self.matrix @ flat
+        return _SparseProduct.apply(flat, self.matrix, self.transposed)
+
+
+def interval_matrix(L: Float[Tensor, "m m"]) -> Float[Tensor, "five_m_plus_5 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to five numbers per interval; float64.
+
+    Row blocks: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
+    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
+    exist, have zeros.
+
+    Args:
+        L: L_U with sorted rows, sparse: row j - 1 maps z to g at node j. It has O(M log M)
+            non-zeros, and so has the result.
+    """
+    num_rows = len(L) + 1
+    left, right = (_moved_down(L, offset, num_rows) for offset in (1, 0))
+    return _side_by_side([left, right], [left * left, right * right, 2 * (left * right)])
+
+
+def node_matrix(L: Float[Tensor, "m m"], delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
+    """From means and variances of independent z, `(2 M,)`, to three numbers per node; float64.
+
+    Row blocks: the means of nodes 0 to M + 1, their variances, and twice the covariance of each
+    with the next node. Nodes outside the grid continue the process where nothing more is known:
+    each is exp(-delta) times its neighbour.
+
+    Args:
+        L: as in `interval_matrix`.
+        delta: spacing of the grid over the lengthscale.
+    """
+    M = len(L)
+    picked = torch.tensor([0, *range(M), M - 1, M - 1])
+    scale = torch.ones(M + 3, dtype=L.dtype)
+    scale[[0, -2, -1]] = torch.tensor([-delta, -delta, -2 * delta], dtype=L.dtype).exp()
+    rows = L.index_select(0, picked).coalesce()
+    values = rows.values() * scale[rows.indices()[0]]
+    rows = _sparse(rows.indices(), values, rows.shape)
+    order = torch.arange(M + 2)
+    nodes, following = (rows.index_select(0, order + k).coalesce() for k in (0, 1))
+    return _side_by_side([nodes], [nodes * nodes, 2 * (nodes * following)])
+
+
+def _moved_down(L: Tensor, offset: int, num_rows: int) -> Tensor:
+    """The rows of a sparse matrix below `offset` empty ones, with `num_rows` rows in all."""
+    rows, columns = L.indices()
+    indices = torch.stack([rows + offset, columns])
+    size = torch.Size((num_rows, L.shape[1]))
+    return _sparse(indices, L.values(), size)
+
+
+def _sparse(indices: Tensor, values: Tensor, size: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True, check_invariants=True)
+
+
+def _side_by_side(of_mean: list[Tensor], of_variance: list[Tensor]) -> Tensor:
+    """One block below the other; those of the mean in the left columns, the others in the right."""
+    empty = 0 * of_mean[0]
+    blocks = [torch.cat([block, empty], 1) for block in of_mean]
+    blocks += [torch.cat([empty, block], 1) for block in of_variance]
+    return torch.cat(blocks).coalesce()
+
+
+def sinh_ratio(a: Tensor, intervals: Intervals) -> Tensor:
+    """sinh(a delta) / sinh(delta) for a in [0, 1]: by its series, on coarse grids by exp."""
+    coefficients, delta = intervals.coefficients, intervals.delta
+    if not coefficients:
+        left = ((a - 1) * delta).exp()
+        return (a * (-2 * delta)).expm1() * left / math.expm1(-2 * delta)
+    if len(coefficients) == 1:
+        return a * coefficients[0]
+    squares = a * a
+    # One pass: torch is three times slower at `addcmul` where two of the three are scalars.
+    w = torch.add(coefficients[-2], squares, alpha=intervals.last_coefficient)
+    for c in coefficients[-3::-1]:
+        w = torch.addcmul(c, w, squares)
+    return a * w
+
+
+def two_nodes(
+    h: Float[Tensor, "e p n"], sigma: Float[Tensor, "#e p"] | None, intervals: Intervals
+) -> tuple[Int[Tensor, "e p n"], Float[Tensor, "2 e p n"]]:
+    """The interval of each input, and the weights of its two nodes times sigma.
+
+    The fast twin of `additive.bridge.bridge_weights`. Outside the grid the outermost node has the
+    weight sigma exp(-distance / lengthscale) and the other one has 0. A NaN lands in interval 0 and
+    shows in the weights.
+    """
+    M = intervals.num_nodes
+    x = (h.contiguous() - intervals.low) / intervals.spacing  # rows last in memory
+    j = x.detach().clamp(0, M).to(torch.int32).clamp(0, M)
+    nearest = x.clamp(1, M)
+    decay = ((x - nearest).abs() * -intervals.delta).exp()
+    if sigma is not None:
+        decay = decay * sigma.unsqueeze(-1)
+    # The distance to the other node, 1 - a for the left node and a for the right one.
+    a = torch.addcmul(intervals.ends, intervals.signs, nearest - j)
+    return j, sinh_ratio(a, intervals) * decay
+
+
+def _places(j: Tensor, num_units: int) -> Tensor:
+    """Where each input finds its interval in a table `(..., R U)` whose units come last."""
+    units = torch.arange(num_units, dtype=torch.int32, device=j.device).view(*j.shape[:2], 1)
+    return torch.add(units, j, alpha=num_units)
+
+
+def _interpolate(
+    h: Tensor, table: Tensor, sigma: Tensor | None, intervals: Intervals
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """`interpolated_moments`, and what its gradient needs."""
+    F, five, R, U = table.shape
+    j, w = two_nodes(h, sigma, intervals)
+    places = _places(j, U).view(-1)
+    picked = table.reshape(F * five, R * U).index_select(1, places).view(F, five, *h.shape)
+    mean, s = picked[:, :2], picked[:, 2:4]  # (F, 2, E, P, N)
+    # In the memory of what was picked, which the gradient needs anyway: s_k of `_grad_inputs`.
+    s.mul_(w).addcmul_(w.flip(0), picked[:, 4:], value=0.5)
+    return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), (j, places, w, picked)
+
+
+def _grad_table(
+    grad_mean: Tensor, grad_var: Tensor, saved: Sequence[Tensor], shape: torch.Size
+) -> Tensor:
+    """Gradient of the table, `(F, 5, R, U)`, from those of mean and variance, `(F, 1, E, 1, N)`.
+
+    In an interval the means get w_k g_m, the variances w_k^2 g_v, twice the covariance w0 w1 g_v.
+    """
+    _, places, w, picked = saved
+    F, five, R, U = shape
+    values = torch.empty_like(picked)
+    torch.mul(w, grad_mean, out=values[:, :2])
+    w_g = w * grad_var
+    torch.mul(w_g, w, out=values[:, 2:4])
+    torch.mul(w_g[:, 0], w[1], out=values[:, 4])
+    values = values.view(F * five, -1)
+    table = values.new_zeros(F * five, R * U)
+    return table.scatter_add_(1, places.long().expand_as(values), values).view(shape)
+
+
+def _grad_inputs(
+    grad_mean: Tensor,
+    grad_var: Tensor,
+    saved: Sequence[Tensor],
+    sigma: Tensor | None,
+    intervals: Intervals,
+) -> Tensor:
+    """Gradient of h, `(E, P, N)`.
+
+    With s_k = w_k var_k + w_{1-k} cov over the two nodes k, so that the variance is sum w_k s_k,
+
+        grad w_k = sum_f g_m mean_k + 2 g_v s_k,
+        grad h = (grad w1 |w1'| - grad w0 |w0'|) delta / spacing,
+
+    where |w'|^2 = w^2 + (sigma / sinh(delta))^2 between the nodes, since cosh^2 = 1 + sinh^2, and
+    w^2 outside, where w decays.
+    """
+    j, _, w, picked = saved
+    grad_w = (picked[:, :2] * grad_mean).add_(picked[:, 2:4] * grad_var, alpha=2)
+    grad_w = grad_w[0] if len(grad_w) == 1 else grad_w.sum(0)  # (2, E, P, N)
+    squares = intervals.squares.index_select(0, j.view(-1)).view(j.shape)
+    if sigma is not None:
+        squares.mul_((sigma * sigma).unsqueeze(-1))
+    slopes = torch.addcmul(squares, w, w).sqrt_().mul_(grad_w)
+    return (slopes[1] - slopes[0]).mul_(intervals.slope)
+
+
+class _InterpolatedMoments(torch.autograd.Function):
+    """See `interpolated_moments`; differentiable once in h, table and sigma."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, table: Tensor, sigma: Tensor | None, intervals: Intervals
+    ) -> tuple[Tensor, Tensor]:
+        mean, var, saved = _interpolate(h, table, sigma, intervals)
+        ctx.save_for_backward(table, sigma, *saved)
+        ctx.intervals = intervals
+        return mean, var
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_mean: Tensor, grad_var: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled():
+            raise second_derivative_error()
+        table, sigma, *saved = ctx.saved_tensors
+        F, E, N = grad_mean.shape
+        shape = (F, 1, E, 1, N)
+        grad_mean, grad_var = grad_mean.reshape(shape), grad_var.reshape(shape)
+        grad_h = grad_table = grad_sigma = None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
+        if sigma is not None and ctx.needs_input_grad[2]:
+            assert grad_table is not None
+            # Means grow with sigma, variances and covariances with its square.
+            by_unit = (table * grad_table).sum((0, 2)).view(5, E, -1)
+            grad_log_sigma = by_unit[:2].sum(0) + 2 * by_unit[2:].sum(0)
+            grad_sigma = grad_log_sigma.sum_to_size(sigma.shape).div_(sigma)
+        if ctx.needs_input_grad[0]:
+            grad_h = _grad_inputs(grad_mean, grad_var, saved, sigma, ctx.intervals)
+        return grad_h, grad_table, grad_sigma, None
+
+
+def interpolated_moments(
+    h: Float[Tensor, "e p n"],
+    table: Float[Tensor, "f 5 r u"],
+    sigma: Float[Tensor, "#e p"] | None,
+    intervals: Intervals,
+) -> tuple[Float[Tensor, "f e n"], Float[Tensor, "f e n"]]:
+    """Mean and variance of sum_p sigma_p g_p(h_p) for F functions of E members, from their nodes.
+
+    With h in interval j, at distances a and 1 - a (in spacings) from its nodes,
+
+        mean = sum_p w0 mean_j + w1 mean_{j+1},
+        variance = sum_p w0^2 var_j + w1^2 var_{j+1} + 2 w0 w1 cov_j,
+
+    with the weights of `two_nodes`.
+
+    Args:
+        h: inputs of the units; any strides.
+        table: the numbers of `interval_matrix` for the U = E P units.
+        sigma: scales of the units, positive, or None for 1.
+        intervals: of the grid.
+    """
+    if not torch.compiler.is_compiling():
+        return _InterpolatedMoments.apply(h, table, sigma, intervals)
+    # The compiler fuses plain operations and finds the gradient by itself.
+    j, (w0, w1) = two_nodes(h, sigma, intervals)
+    places = _places(j, table.shape[-1]).long()
+    mean0, mean1, var0, var1, cov = (row[:, places] for row in table.flatten(2).unbind(1))
+    mean = w0 * mean0 + w1 * mean1
+    var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
+    return mean.sum(-2), var.sum(-2)
+
+
+class _MeanFieldTerms(torch.autograd.Function):
+    """See `mean_field_terms`; differentiable once in all tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        loc: Tensor,
+        log_scale: Tensor,
+        log_sigma: Tensor,
+        mu: Tensor,
+        mu_log_scale: Tensor,
+        table_map: LinearMap,
+        intervals: Intervals,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
+        sigma = log_sigma.exp().unsqueeze(0)
+        table = table_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
+        mean, var, saved = _interpolate(h.mT.unsqueeze(0), table, sigma, intervals)
+        mean.add_(mu.view(-1, 1, 1))
+        var.add_(mu_var.view(-1, 1, 1))
+        kl = _twice_kl(loc, log_scale, z_var).add_(_twice_kl(mu, mu_log_scale, mu_var)).div_(2)
+        ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
+        ctx.table_map, ctx.intervals, ctx.shape = table_map, intervals, table.shape
+        return mean.squeeze(1).mT, var.squeeze(1).mT, kl
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise second_derivative_error()
+        loc, z_var, sigma, mu, mu_var, *saved = ctx.saved_tensors
+        N, F = grad_mean.shape
+        shape = (F, 1, 1, 1, N)
+        grad_m, grad_v = grad_mean.mT.reshape(shape), grad_var.mT.reshape(shape)
+        grad_h = _grad_inputs(grad_m, grad_v, saved, sigma, ctx.intervals)
+        table = _grad_table(grad_m, grad_v, saved, ctx.shape).flatten(1, 2)
+        grad_loc, grad_z_var = ctx.table_map.transpose(table).chunk(2, -1)
+        # The mean of f grows with sigma, its variance with the square.
+        grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((0, 2))
+        return (
+            grad_h.squeeze(0).mT.contiguous(),  # batch normalisation is slow for other strides
+            *_grad_normal(grad_loc, grad_z_var, grad_kl, loc, z_var),
+            grad_log_sigma,
+            *_grad_normal(grad_mean.sum(0), grad_var.sum(0), grad_kl, mu, mu_var),
+            None,
+            None,
+        )
+
+
+def _twice_kl(loc: Tensor, log_scale: Tensor, var: Tensor) -> Tensor:
+    """Twice the KL of independent normals from N(0, 1).
+
+    The sum is over elements: a sum of variances minus their number would cancel where q is the
+    prior.
+    """
+    loc = loc.reshape(-1)
+    return torch.sub(var, log_scale, alpha=2).sub_(1).sum().add_(torch.dot(loc, loc))
+
+
+def _grad_normal(
+    grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor, loc: Tensor, var: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of loc and log_scale: those of mean and variance, and loc and var - 1 of the KL."""
+    grad_log_scale = torch.add(grad_kl, grad_var, alpha=2).mul_(var).sub_(grad_kl)
+    return torch.addcmul(grad_mean, loc, grad_kl), grad_log_scale
+
+
+def mean_field_terms(
+    h: Float[Tensor, "n p"],
+    loc: Float[Tensor, "f p m"],
+    log_scale: Float[Tensor, "f p m"],
+    log_sigma: Float[Tensor, " p"],
+    mu: Float[Tensor, " f"],
+    mu_log_scale: Float[Tensor, " f"],
+    table_map: LinearMap,
+    intervals: Intervals,
+) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"], Float[Tensor, ""]]:
+    """Mean and variance of f for independent weights, and their KL from N(0, 1), as one operation.
+
+    These are the `interpolated_moments` of the table of z ~ N(loc, scale^2), plus mu and
+    mu_scale^2. The gradient goes back through the table by the transpose of its map.
+    """
+    weights = (loc, log_scale, log_sigma, mu, mu_log_scale)
+    return _MeanFieldTerms.apply(h, *weights, table_map, intervals)
+
+
+class _ExpectedLogNormal(torch.autograd.Function):
+    """See `expected_log_normal`; differentiable as often as one likes.
+
+    With r = y - m and p = s^-2 the gradients per output are p r for m, -p r for y, -p / 2 for v
+    and (p (r^2 + v) - 1) / s for s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, noise_scale: Tensor) -> Tensor:
+        ctx.save_for_backward(y, f_mean, f_var, noise_scale)
+        r = y - f_mean
+        weight = noise_scale.square().mul_(-2).reciprocal_()
+        constant = noise_scale.log().add_(0.5 * _LOG_2PI)
+        return torch.addcmul(f_var, r, r).mul(weight).sub_(constant).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, f_mean, f_var, noise_scale = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        r = y - f_mean
+        weighted = grad * noise_scale.square().reciprocal()
+        grad_y = grad_mean = grad_var = grad_scale = None
+        if ctx.needs_input_grad[0]:
+            grad_y = (-weighted * r).sum_to_size(y.shape)
+        if ctx.needs_input_grad[1]:
+            grad_mean = (weighted * r).sum_to_size(f_mean.shape)
+        if ctx.needs_input_grad[2]:
+            grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
+        if ctx.needs_input_grad[3]:
+            total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
+            grad_scale = total / noise_scale
+        return grad_y, grad_mean, grad_var, grad_scale
+
+
+def expected_log_normal(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+    noise_scale: Float[Tensor, "..."],
+) -> Float[Tensor, "*batch n"]:
+    """E_q log N(y | f, s^2) of each row: the twin of `additive.gaussian.expected_log_normal`."""
+    return _ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)

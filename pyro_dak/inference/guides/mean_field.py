@@ -1,0 +1,65 @@
+"""The mean-field guide: every weight is independent of the others."""
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_dak.additive.gaussian import FunctionMoments, kl_diagonal
+from pyro_dak.additive.layer import AdditiveLayer, Weights
+from pyro_dak.inference.guides.base import NormalParameters, SiteNormals
+from pyro_dak.model.dak import DAK
+
+__all__ = ["MeanFieldGuide"]
+
+
+def _is_standard(priors: NormalParameters) -> bool:
+    """Whether the sites are z and mu alone, both with the numbers of N(0, 1) as priors."""
+    numbers = [part for prior in priors.values() for part in prior]
+    return all([isinstance(n, int | float) for n in numbers]) and numbers == [0, 1, 0, 1]
+
+
+class MeanFieldGuide(SiteNormals):
+    """The paper's guide: every weight an independent normal.
+
+    Parameters `z_loc`, `z_log_scale` `(F, P, M)`, `mu_loc`, `mu_log_scale` `(F,)`, and likewise
+    `linear_*` `(F, P)`.
+    """
+
+    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+        super().__init__(model, init_scale, init_loc_scale)
+        self.add_normals(self.weight_sites)
+
+    @property
+    def z_scale(self) -> Tensor:
+        """Standard deviations of z, `(F, P, M)`."""
+        return self.z_log_scale.exp()
+
+    def sample_weights(self) -> dict[str, Tensor]:
+        return {n: pyro.sample(n, self.normal_distribution(n)) for n in self.weight_sites}
+
+    def weight_scales(self) -> Weights:
+        """Standard deviations of the weights."""
+        linear = self.linear_log_scale.exp() if "linear" in self.site_shapes else None
+        return Weights(self.z_scale, self.mu_log_scale.exp(), linear)
+
+    def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
+        return layer.moments(h, self.weight_means(), self.weight_scales())
+
+    def moments_and_kl(
+        self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
+    ) -> tuple[FunctionMoments, Tensor]:
+        """One operation for this very class with standard normal priors and no linear term."""
+        terms = None
+        if type(self) is MeanFieldGuide and _is_standard(priors):
+            z, mu = (self.z_loc, self.z_log_scale), (self.mu_loc, self.mu_log_scale)
+            terms = layer.activation.mean_field_terms(h, *z, layer.log_unit_scale, *mu)
+        if terms is None:
+            return super().moments_and_kl(layer, h, priors)
+        return FunctionMoments(terms[0], terms[1]), terms[2]
+
+    def unit_roots(self) -> tuple[Tensor, Tensor | None]:
+        return self.independent_roots(torch.diag_embed(self.z_scale))
+
+    def kl_normal(self, priors: NormalParameters) -> Tensor:
+        parts = [kl_diagonal(*self.normal(name), *priors[name]) for name in self.weight_sites]
+        return torch.stack(parts).sum()

@@ -1,0 +1,154 @@
+"""The one seam to the fast path: q(f) as a function of x, for weights that stay as they are."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pyro_dak.additive.activation import KernelActivation, dense_is_faster
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.layer import AdditiveLayer
+from pyro_dak.additive.scaling import SCALINGS
+from pyro_dak.fast.compiling import Compiled
+from pyro_dak.fast.serving import FixedMoments, affine_units, are_plain
+from pyro_dak.inference.guides import MeanFieldGuide
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.modes import is_mixed, own_precision
+
+__all__ = ["freeze"]
+
+_COMPILED: WeakKeyDictionary[DAK, Compiled] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def freeze(
+    model: DAK,
+    guide: Any,
+    sites: dict[str, Tensor] | None = None,
+    *,
+    residual_variance: bool = False,
+    num_rows: int = 1,
+    compile: bool = False,
+) -> Callable[[Tensor], FunctionMoments]:
+    """q(f) as a function of inputs x `(N, ...)`, in eval mode and without gradients.
+
+    In its plain form this is `guide.moments(model.layer, model.unit_inputs(x))`. For the exact
+    classes that it knows, with nothing hooked to them, it takes the weights as they are now and
+    returns the same numbers with fewer operations.
+
+    Args:
+        model: the model, in eval mode.
+        guide: a guide with a closed form, or any guide together with `sites`.
+        sites: draws of all sites, for a guide without a closed form. Mean and covariance of f are
+            then those over the draws.
+        residual_variance: whether to add the prior variance that the grid loses.
+        num_rows: how many inputs there will be; preparations that pay only for many depend on it.
+        compile: whether to compile network and last layer, once for each model.
+    """
+    mixed = is_mixed(model.layer.log_unit_scale)
+    network, units = _frozen_units(model, 0 if mixed else num_rows)
+    if sites is None:
+        moments = partial(guide.moments, model.layer) if mixed else _frozen_moments(model, guide)
+    else:
+        moments = partial(_moments_of_draws, model, sites)
+    residual = model.residual_variance if residual_variance else None
+    if not compile:
+        parts: dict[str, Any] = {
+            "network": network,
+            "units": units,
+            "moments": moments,
+            "residual": residual,
+        }
+        return partial(_moments_at, **parts)
+    if model not in _COMPILED:
+        _COMPILED[model] = Compiled(_moments_at, dynamic=True)
+    compiled = _COMPILED[model]
+    return lambda x: compiled(x, network, units, moments, residual)
+
+
+@torch.no_grad()
+def _moments_at(
+    x: Tensor,
+    network: Callable[[Tensor], Tensor],
+    units: Callable[[Tensor], Tensor] | None,
+    moments: Callable[[Tensor], FunctionMoments],
+    residual: Callable[[Tensor], Tensor] | None,
+) -> FunctionMoments:
+    h = network(x)
+    with own_precision(h):  # mixed precision is for the network
+        if units is not None:
+            h = units(h)
+        q = moments(h)
+        return q if residual is None else q._replace(var=q.var + residual(h))
+
+
+def _frozen_units(
+    model: DAK, num_rows: int
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:
+    """`model.unit_inputs` in two steps: the network, and the affine map from there to the units.
+
+    The map is embedding and scaling, and a linear layer at the end of the network too, where this
+    pays. Where these are not the plain ones, the first step is all of `model.unit_inputs`.
+    """
+    embedding, scaling = model.embedding, model.scaling
+    parts: list[tuple[nn.Module, type]] = [(model, DAK), (scaling, type(scaling))]
+    parts += [] if embedding is None else [(embedding, nn.Linear)]
+    has_bias = embedding is not None and embedding.bias is not None
+    if has_bias or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
+        return model.unit_inputs, None
+    gain, shift = scaling.affine(scaling.first, scaling.second)
+    matrix = None if embedding is None else embedding.weight
+    layers, weight, shift = affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
+    width = model.feature_dim if embedding is None else weight.shape[1]
+    apply_map = torch.addcmul if embedding is None else torch.addmm
+
+    def network(x: Tensor) -> Tensor:
+        b = x
+        for layer in layers:
+            b = layer(b)
+        if b.dim() != 2 or b.shape[1] != width:
+            model.unit_inputs(x)  # raises, and says what is wrong with the features
+        return b
+
+    def units(b: Tensor) -> Tensor:
+        if b.dtype in (torch.float16, torch.bfloat16):
+            b = b.to(weight.dtype)
+        return apply_map(shift, weight, b.mT).mT
+
+    return network, units
+
+
+def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoments]:
+    """`guide.moments` as a function of h; from tables of the nodes for a plain mean-field guide."""
+    layer, activation = model.layer, model.layer.activation
+    kinds = ((guide, MeanFieldGuide), (layer, AdditiveLayer), (activation, KernelActivation))
+    is_known = (
+        are_plain(*kinds)
+        and activation.has_local_route
+        and not layer.linear_term
+        and not dense_is_faster(activation.num_inducing, layer.num_functions)
+    )
+    if not is_known:
+        return partial(guide.moments, layer)
+    sigma = layer.log_unit_scale.exp().unsqueeze(-1)
+    z_loc, z_scale = sigma * guide.z_loc, sigma * guide.z_log_scale.exp()
+    table = activation.node_table(z_loc, z_scale.square())
+    mu, mu_var = guide.mu_loc.clone(), (2 * guide.mu_log_scale).exp()
+    of_units = FixedMoments(table, activation.local_constants(table).intervals)
+
+    def moments(h: Tensor) -> FunctionMoments:
+        mean, var = of_units(h)
+        return FunctionMoments(mean + mu, var + mu_var)
+
+    return moments
+
+
+def _moments_of_draws(model: DAK, sites: dict[str, Tensor], h: Tensor) -> FunctionMoments:
+    f = model.functions(h, sites)  # (S, N, F)
+    mean = f.mean(0)
+    root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
+    return FunctionMoments(mean, root.square().sum(0), root)

@@ -1,0 +1,135 @@
+"""What a prediction says: means, variances, intervals, densities, class probabilities."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.model.likelihoods import (
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    Likelihood,
+)
+from pyro_dak.validation import check_integer
+
+__all__ = ["ClassPrediction", "Components", "Prediction"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of y at new inputs; all tensors `(N, C)`.
+
+    `mean` is E y. The variance splits into `epistemic`, what more data could remove, and
+    `aleatoric`, the noise. `functions` is the Gaussian q(f), output by output: covariance between
+    outputs, which some guides have, is left out of `sample` and `log_prob`.
+    """
+
+    mean: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+    functions: FunctionMoments
+    likelihood: Likelihood
+
+    @property
+    def variance(self) -> Tensor:
+        """Var y = epistemic + aleatoric."""
+        return self.epistemic + self.aleatoric
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation of y."""
+        return self.variance.sqrt()
+
+    def quantile(self, q: float, num_samples: int = 1000) -> Tensor:
+        """The q-quantile of y, `(N, C)`.
+
+        With Gaussian noise that of N(mean, variance), exact if the noise is the same everywhere;
+        other likelihoods take it from `num_samples` draws.
+        """
+        if not 0 < q < 1:
+            raise ValueError(f"`q` must lie strictly between 0 and 1; got {q}.")
+        if isinstance(self.likelihood, GaussianLikelihood | HeteroscedasticLikelihood):
+            return (
+                self.mean + math.sqrt(2) * torch.erfinv(self.mean.new_tensor(2 * q - 1)) * self.std
+            )
+        return self.sample(num_samples).quantile(q, 0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval with probability `level`."""
+        if not 0 < level < 1:
+            raise ValueError(f"`level` must lie strictly between 0 and 1; got {level}.")
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    def sample(self, num_samples: int) -> Tensor:
+        """Draws of y, `(S, N, C)`, independent over rows."""
+        check_integer("num_samples", num_samples, minimum=1)
+        with torch.no_grad():
+            f = sample_marginals(self.functions, num_samples)
+            return self.likelihood.distribution(f).sample()
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log p(y) of each row under the predictive distribution, `(N,)`, in nats."""
+        y = self.likelihood.check_targets(y, self.mean.shape[-1])
+        _check_rows(y, self.mean)
+        with torch.no_grad():
+            return self.likelihood.predictive_log_prob(y, self.functions)
+
+
+@dataclass(frozen=True)
+class ClassPrediction:
+    """Class probabilities `(N, C)`, as logarithms, and how sure they are."""
+
+    log_probs: Tensor
+    expected_entropy: Tensor
+    functions: FunctionMoments
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities, `(N, C)`."""
+        return self.log_probs.exp()
+
+    @property
+    def label(self) -> Tensor:
+        """The most probable class, `(N,)`."""
+        return self.probs.argmax(-1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the probabilities, total uncertainty, `(N,)`, in nats."""
+        return torch.special.entr(self.probs).sum(-1)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy minus expected entropy: what the posterior does not know, `(N,)`, in nats."""
+        if bool(self.expected_entropy.isnan().all()):
+            raise NotImplementedError('The probit method samples nothing; use method="mc".')
+        return self.entropy - self.expected_entropy
+
+    def sample(self, num_samples: int) -> Tensor:
+        """Draws of the label, `(S, N)`."""
+        return torch.distributions.Categorical(probs=self.probs).sample((num_samples,))
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        """log probability of the labels y `(N,)`."""
+        likelihood = CategoricalLikelihood()
+        y = likelihood.check_targets(y, self.log_probs.shape[-1])
+        likelihood.check_values(y, self.log_probs.shape[-1])
+        _check_rows(y, self.log_probs)
+        return self.log_probs.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+class Components(NamedTuple):
+    """Share of every unit in each function, mean and variance `(N, F, P)`; its input `(N, P)`."""
+
+    mean: Tensor
+    variance: Tensor
+    unit_inputs: Tensor
+
+
+def _check_rows(y: Tensor, like: Tensor) -> None:
+    if len(y) != len(like):
+        raise ValueError(f"`y` must have {len(like)} rows, as the prediction has; got {len(y)}.")
