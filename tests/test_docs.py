@@ -32,6 +32,12 @@ def test_every_public_name_is_in_the_reference(site):
     assert set(pyro_dak.__all__) - documented == set()
 
 
+def test_tables_and_figures_of_the_results_are_on_the_site(site):
+    assert (site / "results" / "uci" / "table.html").is_file()
+    assert (site / "results" / "toy" / "figures" / "panels.png").is_file()
+    assert "../results/" not in (site / "results.html").read_text()
+
+
 def test_formulas_are_drawn_by_the_browser(site):
     page = (site / "mathematics.html").read_text()
     source = (ROOT / "docs" / "mathematics.md").read_text()

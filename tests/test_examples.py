@@ -11,7 +11,7 @@ def test_svi_script_trains_with_both_guides():
     run = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "examples/svi_script.py", "40"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""Every block of code in README and docs: Python is run, commands are run or parsed."""
+"""README and docs: Python is run, commands are run or parsed, links and named files exist."""
 
 import importlib
 import inspect
@@ -20,8 +20,8 @@ from pyro_dak.tables import cli
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-README = PAGES[0].read_text()
-LINKS = re.findall(r"\]\((?!https?://|#)([^)#]+)", README)
+OTHER_PAGES = ["CONTRIBUTING.md", "SECURITY.md"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def blocks(page, language):
@@ -51,9 +51,30 @@ def test_all_blocks_have_a_language_that_is_tested():
     assert {fence for _, fence in fences} <= {"python", "bash", "text"}
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_readme_links_exist(link):
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("page", [*NAMES, *OTHER_PAGES])
+def test_links_of_a_page_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_readme_is_short():
+    assert (ROOT / "README.md").stat().st_size <= 6000
+    quick_start, table = (block.strip().splitlines() for block in blocks("README.md", "python"))
+    assert len(quick_start) <= 15
+    assert len(table) <= 6
+
+
+def test_files_that_contributing_sends_to_exist():
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Where does it go?")[1]
+    paths = re.findall(r"`([\w./]+(?:\.py|\.md|/))`", section.split("## How to write")[0])
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_citation_names_this_version_and_licence():
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {PROJECT['version']}" in lines
+    assert f"license: {PROJECT['license']}" in lines
 
 
 def check_make(words):
@@ -64,10 +85,9 @@ def check_make(words):
 
 def check_install(words):
     """The extras that are asked for exist."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = re.findall(r"\[(.*?)\]", " ".join(words))
     wanted = {name for part in extras for name in part.split(",")}
-    assert wanted <= set(project["optional-dependencies"])
+    assert wanted <= set(PROJECT["optional-dependencies"])
 
 
 def check_module(words):
