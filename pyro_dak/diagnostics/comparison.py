@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_dak.diagnostics.weight_fits import GaussianFit, gaussian_fit, wasserstein_2
+from pyro_dak.diagnostics.posterior_moments import GaussianFit, gaussian_fit, wasserstein_2
 from pyro_dak.inference.densities import (
     Response,
     cached_inputs,

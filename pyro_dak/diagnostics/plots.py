@@ -15,7 +15,7 @@ from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
 from pyro_dak.diagnostics.comparison import PosteriorComparison
 from pyro_dak.diagnostics.sbc import SBCResult
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import cached_inputs, response
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_dak.diagnostics.calibration import dispersion
 from pyro_dak.diagnostics.checks import guide_weights, loo, pit_values
 from pyro_dak.diagnostics.scores import accuracy, expected_calibration_error
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import cached_inputs, checked_data, response
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.inference.mcmc.nuts import MCMCRun

@@ -14,7 +14,7 @@ from pyro_dak import (
     compare_posteriors,
     exact_posterior,
 )
-from pyro_dak.diagnostics.weight_fits import GaussianFit, gaussian_fit, wasserstein_2
+from pyro_dak.diagnostics.posterior_moments import GaussianFit, gaussian_fit, wasserstein_2
 from pyro_dak.inference.draws import Draws, draw_posterior
 from tests import scenarios
 

@@ -18,7 +18,7 @@ from pyro_dak import (
     exact_posterior,
     run_nuts,
 )
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from pyro_dak.inference.draws import draw_posterior
 from pyro_dak.inference.mcmc.chains import effective_sample_size
