@@ -6,6 +6,7 @@ imported when the first plot is made.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ def _style(ax: Any, title: str | None, xlabel: str, ylabel: str) -> Any:
     return ax
 
 
-def _legend(ax: Any, **options: Any) -> None:
-    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED, **options)
+def _legend(ax: Any) -> None:
+    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
 
 
 def _normal_quantile(level: float) -> float:
@@ -208,7 +209,7 @@ def plot_learning_curves(history: History, ax: Any = None) -> Any:
     names = {"loss": "training"}
     keys = history.rows[0] if history.rows else {}
     names |= {key: "validation" for key in keys if key in ("val_loss", "val_nlpd")}
-    for (key, label), color in zip(names.items(), _colors(len(names)), strict=True):
+    for (key, label), color in zip(names.items(), PALETTE, strict=False):
         values = history.column(key)
         ax.plot(range(1, len(values) + 1), values, color=color, lw=1.6, label=label)
     if history.best_epoch is not None:
@@ -238,7 +239,7 @@ def _on_diagonal(
     """Draw the diagonal, and give name, values and colour of what is to be drawn over it."""
     ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
     named = values if isinstance(values, Mapping) else {None: values}
-    for (name, one), color in zip(named.items(), _colors(len(named)), strict=True):
+    for (name, one), color in zip(named.items(), cycle(PALETTE), strict=False):
         yield name, one, color
 
 
@@ -276,7 +277,7 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
         truth = _numpy(getattr(reference, part))
         ends = [float(truth.min()), float(truth.max())]
         ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
-        for (name, fit), color in zip(others.items(), _colors(len(others)), strict=True):
+        for (name, fit), color in zip(others.items(), cycle(PALETTE), strict=False):
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
         _style(ax, f"posterior {part}s of the weights", comparison.reference, "")
@@ -326,10 +327,6 @@ def _bars(ax: Any, counts: Tensor, expected: float) -> None:
     centres = (torch.arange(num_bins) + 0.5) / num_bins
     ax.bar(_numpy(centres), _numpy(counts), width=0.94 / num_bins, color=PALETTE[0], alpha=0.85)
     ax.axhline(expected, color=_MUTED, lw=0.9)
-
-
-def _colors(count: int) -> list[str]:
-    return [PALETTE[i % len(PALETTE)] for i in range(count)]
 
 
 def _numpy(values: Tensor) -> Any:

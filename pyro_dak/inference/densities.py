@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
@@ -81,17 +81,6 @@ def noise_scale(likelihood: Likelihood) -> Tensor | None:
     return None if noise is None else noise.log_scale.detach().double().exp()
 
 
-class _GivenNoise(nn.Module):
-    """A noise scale that is given from outside; `log_scale` broadcasts against f."""
-
-    def __init__(self, log_scale: Tensor):
-        super().__init__()
-        self.log_scale = log_scale
-
-    def forward(self) -> Tensor:
-        return self.log_scale.exp()
-
-
 def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihood:
     """A copy of the likelihood in float64, with `noise` in the place of its own scale.
 
@@ -101,7 +90,9 @@ def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihoo
     """
     likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
     if noise is not None:
-        likelihood.noise = _GivenNoise(noise.log())
+        module: Any = likelihood.noise
+        del module.log_scale  # where a parameter was, only a parameter may be set
+        module.log_scale = noise.log()
     return likelihood
 
 

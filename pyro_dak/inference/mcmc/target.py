@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints
-from torch.distributions.transforms import ExpTransform, IndependentTransform, Transform
 
 from pyro_dak.inference.densities import noise_scale, with_noise
 from pyro_dak.model.dak import DAK
@@ -232,17 +231,11 @@ class Target:
         return torch.where(torch.isfinite(var), 1 / var, 1.0)
 
 
-def _base_support(prior: Distribution) -> Any:
-    """The support of one element of a distribution."""
-    support: Any = prior.support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
-
-
 def _check_real(priors: Mapping[str, Distribution]) -> None:
     for name, prior in priors.items():
-        support = _base_support(prior)
+        support: Any = prior.support
+        while isinstance(support, constraints.independent):
+            support = support.base_constraint
         if support is not constraints.real:
             raise NotImplementedError(
                 f"`prior[{name!r}]` must have the real line as its support; got {support}. "
@@ -347,7 +340,7 @@ class _Scales:
 
     def __init__(self, priors: Mapping[str, Distribution], current: Mapping[str, Tensor | None]):
         self.priors = dict(priors)
-        self._transforms = {name: _from_real(prior) for name, prior in priors.items()}
+        self._transforms = {name: biject_to(prior.support) for name, prior in priors.items()}
         self._shapes: dict[str, torch.Size] = {}
         starts = [torch.zeros(0, dtype=torch.float64)]
         for name, prior in priors.items():
@@ -370,11 +363,3 @@ class _Scales:
             values[name] = transform(coordinates)
             log_det = log_det + transform.log_abs_det_jacobian(coordinates, values[name])
         return values, log_det
-
-
-def _from_real(prior: Distribution) -> Transform:
-    """A map from the whole space to the support: the exponential for the positive numbers."""
-    support = _base_support(prior)
-    if getattr(support, "lower_bound", None) == 0 and not hasattr(support, "upper_bound"):
-        return IndependentTransform(ExpTransform(), len(prior.event_shape))
-    return biject_to(prior.support)
