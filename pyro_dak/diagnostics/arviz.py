@@ -1,4 +1,4 @@
-"""Any posterior for ArviZ, 0.x (InferenceData) and 1.x (DataTree), with named dimensions."""
+"""Export of any posterior to ArviZ 0.x (InferenceData) or 1.x (DataTree), with named dimensions."""
 
 import importlib
 import inspect
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pyro_dak.inference.densities import (
     cached_inputs,
-    checked_data,
-    log_joint,
     log_likelihood,
+    log_prior,
     noise_scale,
     predictive_draws,
+    unit_data,
 )
 from pyro_dak.inference.draws import Draws, Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
@@ -49,52 +49,59 @@ def to_arviz(
     posterior_predictive: bool = True,
     seed: int | None = 0,
 ) -> Any:
-    """A posterior with its predictions and log-likelihoods, as ArviZ wants it.
+    """A posterior with its predictions and log-likelihoods, in the form that ArviZ reads.
 
-    Groups: `posterior` (the sites, with dimensions `output, unit, node`; a heteroscedastic model
-    has `function` in the place of `output`), `sample_stats` (of a sampler: `lp`, `diverging`,
-    `n_steps`, `step_size`; of a guide: `log_p` and `log_q`, log p(y, w) and log q(w) at its draws),
+    The groups are `posterior` (the sites, with dimensions `output, unit, node`; a heteroscedastic
+    model has `function` in the place of `output`), `sample_stats` (of a sampler `lp`, `diverging`,
+    `n_steps`, `step_size`; of a guide `log_p` and `log_q`, log p(y, w) and log q(w) at its draws),
     `posterior_predictive`, `log_likelihood` (of each row, dimension `obs_id`, summed over outputs),
-    `observed_data`, and `constant_data` (inputs of the units, their scales, the nodes).
+    `observed_data`, and `constant_data` (inputs of the units, their scales, and the nodes).
 
     Args:
         model: the model.
         posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
         x: inputs, `(N, ...)`.
-        y: targets; without them there are no log-likelihoods, `log_p` or observed data.
-        num_samples: draws per chain from a guide.
-        num_chains: chains that the independent draws of a guide are laid out as.
-        posterior_predictive: whether to draw y; one draw and row for each draw of the weights.
-        seed: of all draws; None goes on from torch's global state.
+        y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
+        num_samples: number of draws per chain from a guide.
+        num_chains: number of chains that the independent draws from a guide are arranged in.
+        posterior_predictive: whether to draw one y at each row for each draw of the weights.
+        seed: seed of all draws; with None, torch's global state is used.
 
     Returns:
         An `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`.
     """
     arviz = import_optional("arviz")
-    if y is not None:
-        x, y = checked_data(model, x, y)
+    if y is None:
+        h = cached_inputs(model, x)
+    else:
+        h, y = unit_data(model, x, y)
     draws = draw_posterior(
         model, posterior, num_samples=num_samples, num_chains=num_chains, x=x, seed=seed
     )
-    h = cached_inputs(model, x)
-    flat = draws.flat()
-    groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": dict(draws.stats)}
+    flat, stats = draws.flat(), dict(draws.stats)
+    groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:
         with torch.random.fork_rng(enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed + 1)
             y_new = predictive_draws(model, h, flat)
         groups["posterior_predictive"] = {"y": _by_chain(_drop_single_output(y_new, 2), draws)}
-    if y is not None:
-        y = y.to(h.device)
-        groups["log_likelihood"] = {"y": _by_chain(log_likelihood(model, h, y, flat), draws)}
-        groups["observed_data"] = {"y": _drop_single_output(y, 1)}
-    groups["constant_data"] = _constant_data(model, x, h)
     if draws.log_q is not None:
-        groups["sample_stats"]["log_q"] = draws.log_q
-        if y is not None:
-            groups["sample_stats"]["log_p"] = _by_chain(log_joint(model, h, y, flat), draws)
-    return _from_groups(arviz, groups, *_names(model, len(x), x))
+        stats["log_q"] = draws.log_q
+    if y is not None:
+        log_lik = log_likelihood(model, h, y, flat)
+        groups["log_likelihood"] = {"y": _by_chain(log_lik, draws)}
+        groups["observed_data"] = {"y": _drop_single_output(y, 1)}
+        if draws.log_q is not None:
+            stats["log_p"] = _by_chain(log_prior(model, flat) + log_lik.sum(-1), draws)
+    groups["constant_data"] = {
+        "unit_inputs": h,
+        "unit_scale": model.unit_scale.detach(),
+        "inducing_points": model.layer.activation.grid.inducing_points,
+    }
+    if x.dim() == 2:
+        groups["constant_data"]["x"] = x
+    return _from_groups(arviz, groups, *_names(model, x))
 
 
 def _by_chain(values: Tensor, draws: Draws) -> Tensor:
@@ -107,27 +114,11 @@ def _drop_single_output(values: Tensor, row_dims: int) -> Tensor:
     return values.squeeze(-1) if has_one else values
 
 
-def _constant_data(model: DAK, x: Tensor, h: Tensor) -> Group:
-    grid = model.layer.activation.grid
-    data = {
-        "unit_inputs": h,
-        "unit_scale": model.unit_scale.detach(),
-        "inducing_points": grid.inducing_points,
-    }
-    return data | ({"x": x} if x.dim() == 2 else {})
-
-
-def _names(model: DAK, num_rows: int, x: Tensor) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Coordinates and dimensions."""
+def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """The size of each dimension, and the dimensions of each variable."""
     F, P, M = model.site_shapes["z"]
     output = "output" if model.num_outputs == F else "function"
-    coords: dict[str, Any] = {
-        output: range(F),
-        "output": range(model.num_outputs),
-        "unit": range(P),
-        "node": range(M),
-        "obs_id": range(num_rows),
-    }
+    sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M, "obs_id": len(x)}
     dims = {
         "z": [output, "unit", "node"],
         "mu": [output],
@@ -138,30 +129,29 @@ def _names(model: DAK, num_rows: int, x: Tensor) -> tuple[dict[str, Any], dict[s
         "inducing_points": ["node"],
         "y": ["obs_id"],
     }
-    likelihood = model.likelihood
-    has_columns = likelihood.placeholder_targets(1, model.num_outputs).dim() > 1
+    has_columns = model.likelihood.placeholder_targets(1, model.num_outputs).dim() > 1
     if has_columns and model.num_outputs > 1:
         dims["y"].append("output")
-    noise = noise_scale(likelihood)
+    noise = noise_scale(model.likelihood)
     if noise is not None and noise.dim() == 1:
         dims["noise_scale"] = ["output"]
     if x.dim() == 2:
-        coords["feature"] = range(x.shape[1])
+        sizes["feature"] = x.shape[1]
         dims["x"] = ["obs_id", "feature"]
-    return {name: list(values) for name, values in coords.items()}, dims
+    return sizes, dims
 
 
 def _from_groups(
-    arviz: Any, groups: dict[str, Group], coords: dict[str, Any], dims: dict[str, list[str]]
+    arviz: Any, groups: dict[str, Group], sizes: dict[str, int], dims: dict[str, list[str]]
 ) -> Any:
     arrays = {
         group: {name: value.detach().cpu().numpy() for name, value in values.items()}
         for group, values in groups.items()
         if values
     }
-    used = {n: dims[n] for n in {n for values in arrays.values() for n in values} & set(dims)}
-    names = {dim for of_variable in used.values() for dim in of_variable}
-    coords = {name: values for name, values in coords.items() if name in names}
+    variables = {name for values in arrays.values() for name in values}
+    dims = {name: names for name, names in dims.items() if name in variables}
+    coords = {name: list(range(sizes[name])) for names in dims.values() for name in names}
     if "posterior" in inspect.signature(arviz.from_dict).parameters:  # ArviZ 0.x
-        return arviz.from_dict(**arrays, coords=coords, dims=used)
-    return arviz.from_dict(arrays, coords=coords, dims=used)
+        return arviz.from_dict(**arrays, coords=coords, dims=dims)
+    return arviz.from_dict(arrays, coords=coords, dims=dims)

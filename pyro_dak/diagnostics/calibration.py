@@ -1,4 +1,8 @@
-"""Are the probabilities right? Curves and tests from probability integral transforms and ranks."""
+"""Are predicted probabilities right? Confidence against accuracy, and PIT values.
+
+The PIT value (probability integral transform) of an observation y is P(y_new <= y) under the
+prediction. If the predictions are right, PIT values are uniform on (0, 1).
+"""
 
 import math
 from typing import NamedTuple
@@ -8,21 +12,55 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 __all__ = [
-    "ReliabilityCurve",
+    "ConfidenceBins",
+    "Dispersion",
     "chi_square_p_value",
+    "confidence_bins",
     "coverage_curve",
     "dispersion",
     "gaussian_pit",
     "rank_pit",
     "reliability_curve",
-    "uniformity_p_value",
 ]
+
+
+class ConfidenceBins(NamedTuple):
+    """Mean confidence, accuracy and number of rows of each bin of the confidence."""
+
+    confidence: Tensor
+    accuracy: Tensor
+    num_rows: Tensor
+
+
+def confidence_bins(
+    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int
+) -> ConfidenceBins:
+    """Rows sorted into bins by their confidence, the probability of the most probable class.
+
+    Bin b holds the confidences in (b / num_bins, (b + 1) / num_bins]. Empty bins have zeros.
+    """
+    confidence, label = probs.max(-1)
+    bins = (confidence * num_bins).ceil().long().sub(1).clamp(0, num_bins - 1)
+    num_rows = torch.bincount(bins, minlength=num_bins)
+    confidence, accuracy = (
+        probs.new_zeros(num_bins).index_add_(0, bins, values) / num_rows.clamp(min=1)
+        for values in (confidence, (label == y).to(probs.dtype))
+    )
+    return ConfidenceBins(confidence, accuracy, num_rows)
+
+
+def reliability_curve(
+    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int = 10
+) -> ConfidenceBins:
+    """Accuracy against confidence: `confidence_bins` without the empty ones."""
+    bins = confidence_bins(y, probs, num_bins)
+    return ConfidenceBins(*(part[bins.num_rows > 0] for part in bins))
 
 
 def gaussian_pit(
     y: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"], var: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Phi((y - mean) / sqrt(var)): uniform on (0, 1) if y ~ N(mean, var)."""
+    """PIT values of y under N(mean, var), Phi((y - mean) / sqrt(var))."""
     return torch.special.ndtr((y - mean) / var.sqrt())
 
 
@@ -31,9 +69,10 @@ def rank_pit(
     draws: Float[Tensor, "s *shape"],
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """(#{draws < y} + U (1 + #{draws = y})) / (S + 1) with U uniform.
+    """PIT values of y from predictive draws, (#{draws < y} + U (1 + #{draws = y})) / (S + 1).
 
-    Uniform on (0, 1), exactly, if y and the draws have one distribution, discrete or not.
+    U is uniform. The values are uniform on (0, 1), exactly, if y and the draws have the same
+    distribution, be it discrete or not.
     """
     u = torch.rand(y.shape, generator=generator, dtype=y.dtype).to(y.device)
     below, same = (draws < y).sum(0), (draws == y).sum(0)
@@ -43,47 +82,25 @@ def rank_pit(
 def coverage_curve(
     pit: Float[Tensor, "*shape"], levels: Float[Tensor, " k"]
 ) -> Float[Tensor, " k"]:
-    """Share of y inside the central interval of each level: |pit - 1/2| <= level / 2."""
+    """Share of y inside the central interval of each level, |pit - 1/2| <= level / 2."""
     inside = (pit.flatten() - 0.5).abs() <= levels.unsqueeze(-1) / 2
     return inside.to(pit.dtype).mean(-1)
 
 
 class Dispersion(NamedTuple):
-    """12 Var(pit), one if calibrated, and its distance from one in standard errors."""
+    """12 Var(pit), which is one if predictions are right, and its distance in standard errors."""
 
     ratio: float
     z_score: float
 
 
 def dispersion(pit: Float[Tensor, "*shape"]) -> Dispersion:
-    """12 mean (pit - 1/2)^2: above one, predictions are too narrow; below, too wide.
+    """12 mean (pit - 1/2)^2: above one, predictions are too narrow; below one, too wide.
 
     For uniform values the mean of 12 (pit - 1/2)^2 is 1 and its variance 4/5.
     """
     ratio = float(12 * (pit - 0.5).square().mean())
     return Dispersion(ratio, (ratio - 1) / math.sqrt(0.8 / pit.numel()))
-
-
-class ReliabilityCurve(NamedTuple):
-    """Of the bins of the confidence that are not empty: mean confidence, accuracy, rows."""
-
-    confidence: Tensor
-    accuracy: Tensor
-    num_rows: Tensor
-
-
-def reliability_curve(
-    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int = 10
-) -> ReliabilityCurve:
-    """Accuracy against confidence in equal-width bins (b / B, (b + 1) / B]."""
-    confidence, label = probs.max(-1)
-    bins = (confidence * num_bins).ceil().long().sub(1).clamp(0, num_bins - 1)
-    zeros = probs.new_zeros(num_bins)
-    count = zeros.index_add(0, bins, torch.ones_like(confidence))
-    hits = zeros.index_add(0, bins, (label == y).to(probs.dtype))
-    sums = zeros.index_add(0, bins, confidence)
-    kept = count > 0
-    return ReliabilityCurve(sums[kept] / count[kept], hits[kept] / count[kept], count[kept].long())
 
 
 def chi_square_p_value(
@@ -95,9 +112,3 @@ def chi_square_p_value(
     statistic = ((counts - expected).square() / expected).sum(-1)
     half = torch.full_like(statistic, (counts.shape[-1] - 1) / 2)
     return torch.special.gammaincc(half, statistic / 2)
-
-
-def uniformity_p_value(values: Float[Tensor, "*shape"], num_bins: int = 20) -> float:
-    """p-value of the chi-square test that values in [0, 1] are uniform."""
-    counts = torch.histc(values.double().flatten(), num_bins, 0.0, 1.0)
-    return float(chi_square_p_value(counts))

@@ -1,4 +1,4 @@
-"""Posteriors side by side: weights, predictions and evidence, as tables."""
+"""Posteriors side by side: their weights, predictions and lower bounds of the evidence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,29 +7,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_dak.diagnostics.weight_fits import GaussianFit, gaussian_fit, wasserstein_2
-from pyro_dak.inference.densities import (
+from pyro_dak.diagnostics.checks import log_ratios
+from pyro_dak.diagnostics.posterior_moments import (
+    GaussianFit,
     Response,
-    cached_inputs,
-    checked_data,
-    exact_moments,
-    log_joint,
+    function_moments,
+    gaussian_fit,
     response,
-    with_noise,
 )
+from pyro_dak.inference.densities import cached_inputs, unit_data, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.inference.exact import ExactPosterior, exact_posterior
 from pyro_dak.inference.objectives import kl
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_choice
 
-__all__ = ["PosteriorComparison", "compare_posteriors"]
+__all__ = ["Elbo", "PosteriorComparison", "compare_posteriors", "wasserstein_2"]
 
 Row = dict[str, float | str]
 
+# Columns of the summary and their titles in a table.
+_TITLES = {
+    "posterior": "posterior",
+    "mean_difference": "Δmean / sd (rms)",
+    "max_mean_difference": "max",
+    "sd_ratio": "sd ratio",
+    "min_sd_ratio": "min",
+    "max_sd_ratio": "max",
+    "predictive_mean_difference": "Δpredictive mean / sd (rms)",
+    "predictive_sd_ratio": "predictive sd ratio",
+    "wasserstein_2": "W2",
+    "elbo": "ELBO",
+    "evidence_gap": "evidence gap",
+}
+
 
 class Elbo(NamedTuple):
-    """A lower bound of the log evidence, in nats, and its standard error, zero if exact."""
+    """A lower bound of the log evidence, in nats, and its standard error, zero if it is exact."""
 
     value: float
     se: float
@@ -37,11 +51,11 @@ class Elbo(NamedTuple):
 
 @dataclass(frozen=True)
 class PosteriorComparison:
-    """Several posteriors against one of them, the reference.
+    """Several posteriors, compared with one of them, the reference.
 
-    `fits` has the moments of the weights, `predictions` those of E[y | f] at the inputs, `elbos`
-    the bounds of those that are guides. Differences of means are in standard deviations of the
-    reference.
+    `fits` holds the moments of the weights, `predictions` those of E[y | f] at the inputs, and
+    `elbos` the lower bounds of the posteriors that are guides. Differences of means are in standard
+    deviations of the reference.
     """
 
     reference: str
@@ -53,35 +67,34 @@ class PosteriorComparison:
     log_evidence: float | None
 
     def weights(self, name: str) -> list[Row]:
-        """A row per weight: means, sds, difference of means in sds, ratio of sds."""
-        check_choice("name", name, self.fits)
-        own, other = self.fits[name], self.fits[self.reference]
-        difference, ratio = (own.mean - other.mean) / other.sd, own.sd / other.sd
+        """One row for each weight: means, sds, difference of means in sds, ratio of sds."""
+        own, other = self._fit(name), self.fits[self.reference]
+        columns = {
+            "mean": own.mean,
+            "sd": own.sd,
+            "reference_mean": other.mean,
+            "reference_sd": other.sd,
+            "mean_difference": (own.mean - other.mean) / other.sd,
+            "sd_ratio": own.sd / other.sd,
+        }
+        lists = {key: values.tolist() for key, values in columns.items()}
         return [
-            {
-                "weight": label,
-                "mean": float(own.mean[i]),
-                "sd": float(own.sd[i]),
-                "reference_mean": float(other.mean[i]),
-                "reference_sd": float(other.sd[i]),
-                "mean_difference": float(difference[i]),
-                "sd_ratio": float(ratio[i]),
-            }
+            {"weight": label, **{key: values[i] for key, values in lists.items()}}
             for i, label in enumerate(self.labels)
         ]
 
     def by_unit(self, name: str) -> list[Row]:
-        """A row per unit, and one for the biases: root mean square difference, mean sd ratio."""
-        table: dict[str, list[Row]] = {}
-        for unit, row in zip(self.units, self.weights(name), strict=True):
-            table.setdefault(unit, []).append(row)
-        return [{"unit": unit, **_aggregate(rows)} for unit, rows in table.items()]
+        """One row for each unit and one for the biases, with the columns of `summary`."""
+        return [
+            {"unit": unit, **self._differences(name, [u == unit for u in self.units])}
+            for unit in dict.fromkeys(self.units)
+        ]
 
     def summary(self) -> list[Row]:
-        """A row per posterior."""
+        """One row for each posterior."""
         rows = []
         for name in self.fits:
-            row: Row = {"posterior": name, **_aggregate(self.weights(name))}
+            row: Row = {"posterior": name, **self._differences(name, [True] * len(self.units))}
             own, other = self.predictions[name], self.predictions[self.reference]
             difference = (own.mean - other.mean) / other.sd
             row["predictive_mean_difference"] = float(difference.square().mean().sqrt())
@@ -96,52 +109,50 @@ class PosteriorComparison:
 
     def to_markdown(self) -> str:
         """The summary as a table."""
-        columns = [
-            ("posterior", "posterior"),
-            ("mean_difference", "Δmean / sd (rms)"),
-            ("max_mean_difference", "max"),
-            ("sd_ratio", "sd ratio"),
-            ("min_sd_ratio", "min"),
-            ("max_sd_ratio", "max"),
-            ("predictive_mean_difference", "Δpredictive mean / sd (rms)"),
-            ("predictive_sd_ratio", "predictive sd ratio"),
-            ("wasserstein_2", "W2"),
-            ("elbo", "ELBO"),
-            ("evidence_gap", "evidence gap"),
-        ]
         rows = self.summary()
-        columns = [(key, title) for key, title in columns if any(key in row for row in rows)]
-        lines = [
-            "| " + " | ".join(title for _, title in columns) + " |",
-            "|---" * len(columns) + "|",
-        ]
-        for row in rows:
-            cells = [_cell(row.get(key)) for key, _ in columns]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines)
+        keys = [key for key in _TITLES if any(key in row for row in rows)]
+        table = [[_TITLES[key] for key in keys]]
+        table += [[_cell(row.get(key, "")) for key in keys] for row in rows]
+        lines = [f"| {' | '.join(cells)} |" for cells in table]
+        return "\n".join([lines[0], "|---" * len(keys) + "|", *lines[1:]])
 
     def __str__(self) -> str:
         return f"against {self.reference}:\n{self.to_markdown()}"
 
+    def _fit(self, name: str) -> GaussianFit:
+        check_choice("name", name, self.fits)
+        return self.fits[name]
 
-def _aggregate(rows: list[Row]) -> Row:
-    differences = torch.tensor([row["mean_difference"] for row in rows], dtype=torch.float64)
-    ratios = torch.tensor([row["sd_ratio"] for row in rows], dtype=torch.float64)
-    return {
-        "mean_difference": float(differences.square().mean().sqrt()),
-        "max_mean_difference": float(differences.abs().max()),
-        "sd_ratio": float(ratios.log().mean().exp()),
-        "min_sd_ratio": float(ratios.min()),
-        "max_sd_ratio": float(ratios.max()),
-    }
+    def _differences(self, name: str, chosen: list[bool]) -> Row:
+        """Root mean square of differences, geometric mean of ratios, and their extremes."""
+        own, other, index = self._fit(name), self.fits[self.reference], torch.tensor(chosen)
+        differences = ((own.mean - other.mean) / other.sd).cpu()[index]
+        ratios = (own.sd / other.sd).cpu()[index]
+        return {
+            "mean_difference": float(differences.square().mean().sqrt()),
+            "max_mean_difference": float(differences.abs().max()),
+            "sd_ratio": float(ratios.log().mean().exp()),
+            "min_sd_ratio": float(ratios.min()),
+            "max_sd_ratio": float(ratios.max()),
+        }
 
 
-def _cell(value: float | str | None) -> str:
-    if value is None:
-        return ""
-    return (
-        value if isinstance(value, str) else f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
-    )
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def wasserstein_2(a: GaussianFit, b: GaussianFit) -> float:
+    """2-Wasserstein distance of two Gaussians.
+
+    W2^2 = |m_a - m_b|^2 + tr A + tr B - 2 tr (A^1/2 B A^1/2)^1/2.
+    """
+    values, vectors = torch.linalg.eigh(a.cov)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.mT
+    cross = torch.linalg.eigvalsh(root @ b.cov @ root).clamp(min=0).sqrt().sum()
+    squared = (a.mean - b.mean).square().sum() + a.cov.trace() + b.cov.trace() - 2 * cross
+    return float(squared.clamp(min=0).sqrt())
 
 
 @torch.no_grad()
@@ -156,39 +167,37 @@ def compare_posteriors(
     num_samples: int = 4000,
     seed: int = 0,
 ) -> PosteriorComparison:
-    """Compare posteriors of one model on one data set with each other.
+    """Compare several posteriors of one model on one data set.
 
-    Moments are in closed form for the Gaussian guides of this library, and those of the draws for
-    all others, with Monte Carlo error: even for S draws from the reference itself, uncorrelated in
-    W dimensions, the Wasserstein distance is about sqrt(tr(cov) (W + 5) / S) / 2.
+    Moments are exact for the Gaussian guides of this library. All others are compared by their
+    draws and have Monte Carlo error: even S draws from the reference itself, uncorrelated in W
+    dimensions, have a Wasserstein distance of about sqrt(tr(cov) (W + 5) / S) / 2.
 
     Args:
         model: the model.
-        posteriors: by name: guides, exact posteriors, MCMC runs, dictionaries of samples.
-        x: inputs that the posteriors were made from, `(N, ...)`.
+        posteriors: guides, exact posteriors, MCMC runs or dictionaries of samples, by name.
+        x: the inputs that the posteriors were made from, `(N, ...)`.
         y: their targets.
         x_new: inputs at which predictions are compared; by default x.
-        reference: name of the posterior that the others are measured against; by default an exact
-            one, else the first that is not a guide, else the last.
-        num_samples: draws from guides without closed form.
-        seed: of those draws.
+        reference: name of the posterior with which the others are compared. By default this is an
+            exact posterior, or else the first that is not a guide, or else the last.
+        num_samples: number of draws from guides without closed form.
+        seed: seed of those draws.
     """
     if not posteriors:
         raise ValueError("`posteriors` must hold at least one posterior by name; got none.")
     reference = _default_reference(posteriors) if reference is None else reference
     check_choice("reference", reference, posteriors)
-    x, y = checked_data(model, x, y)
-    h = cached_inputs(model, x)
-    y = y.to(h.device)
+    h, targets = unit_data(model, x, y)
     h_new = h if x_new is None else cached_inputs(model, x_new)
     fits, predictions, elbos = {}, {}, {}
     for name, posterior in posteriors.items():
         guide = as_guide(posterior, torch.float64)
         draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
-        fits[name] = gaussian_fit(model, posterior if guide is None else guide, draws)
+        fits[name] = gaussian_fit(model, posterior, draws)
         predictions[name] = response(model, posterior, h_new, draws)
         if guide is not None and not draws.is_point:
-            elbos[name] = _elbo(model, guide, h, y, draws)
+            elbos[name] = _elbo(model, guide, h, targets, draws)
     labels, units = _weight_names(model)
     evidence = _log_evidence(model, x, y)
     return PosteriorComparison(reference, labels, units, fits, predictions, elbos, evidence)
@@ -204,11 +213,10 @@ def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> E
     if has_closed_form(guide, model) and model.likelihood.has_closed_form:
         priors = [model.normal_prior(name) for name in guide.weight_sites]
         if None not in priors:
-            moments = exact_moments(model, guide, h)
+            moments = function_moments(model, guide, h)
             rows = with_noise(model.likelihood).expected_log_prob(y, moments)
             return Elbo(float(rows.sum() - kl(model, guide)), 0.0)
-    assert draws.log_q is not None
-    ratios = log_joint(model, h, y, draws.flat()) - draws.log_q.flatten()
+    ratios = log_ratios(model, h, y, draws)
     return Elbo(float(ratios.mean()), float(ratios.std() / len(ratios) ** 0.5))
 
 

@@ -1,10 +1,12 @@
-"""Plots of predictions, components, training, calibration and posteriors; each returns its axes.
+"""Plots of predictions, components, training, calibration and posteriors.
 
-All take an axis to draw into, or make one. Matplotlib is imported when a plot is asked for.
+Every function draws into the axes it is given, or into new ones, and returns them. Matplotlib is
+imported when the first plot is made.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
 from pyro_dak.diagnostics.comparison import PosteriorComparison
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response
 from pyro_dak.diagnostics.sbc import SBCResult
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
-from pyro_dak.inference.densities import cached_inputs, response
+from pyro_dak.inference.densities import cached_inputs
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
@@ -42,13 +44,16 @@ _INK, _MUTED, _RULE = "#24292f", "#57606a", "#d0d7de"
 
 
 def _axes(ax: Any, columns: int = 1, size: tuple[float, float] = (5.0, 3.4)) -> Any:
-    """The given axes, or `columns` new ones in a row, an array if there are several."""
+    """The given axes, or `columns` new ones in a row. Several of them are an array."""
     if ax is not None:
         return ax
     pyplot = import_optional("matplotlib.pyplot")
-    width = size[0] * columns
-    _, axes = pyplot.subplots(1, columns, figsize=(width, size[1]), layout="constrained")
-    return axes
+    figsize = (size[0] * columns, size[1])
+    return pyplot.subplots(1, columns, figsize=figsize, layout="constrained")[1]
+
+
+def _as_list(axes: Any) -> list[Any]:
+    return list(axes) if hasattr(axes, "__len__") else [axes]
 
 
 def _style(ax: Any, title: str | None, xlabel: str, ylabel: str) -> Any:
@@ -62,12 +67,12 @@ def _style(ax: Any, title: str | None, xlabel: str, ylabel: str) -> Any:
     return ax
 
 
-def _legend(ax: Any, **options: Any) -> None:
-    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED, **options)
+def _legend(ax: Any) -> None:
+    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
 
 
 def _normal_quantile(level: float) -> float:
-    """Half the width, in standard deviations, of the central interval of a normal."""
+    """Half the width of the central interval of a standard normal."""
     if not 0 < level < 1:
         raise ValueError(f"`level` must lie strictly between 0 and 1; got {level}.")
     return math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
@@ -86,21 +91,21 @@ def plot_predictive_band(
     noise: bool = True,
     ax: Any = None,
 ) -> Any:
-    """Mean of a function of one input with its band, for one posterior or for several overlaid.
+    """The mean of a function of one input with its band, for one posterior or for several.
 
-    The band is mean +- q sd with q the normal quantile of `level`, of E[y | f], what the posterior
-    does not know, and with dotted edges of y itself. Of several the last is shaded, the reference,
-    and the others are lines on it.
+    The band is mean +- q sd of E[y | f], with q the normal quantile of `level`: it shows what the
+    posterior does not know. Dotted lines are the edges of the band of y itself. Of several
+    posteriors the last one, the reference, is shaded, and the others are lines on top of it.
 
     Args:
-        model: of one input, x `(N, 1)`.
+        model: a model of one input.
         posteriors: a posterior, or several by name.
-        x: inputs to draw at, in ascending order, `(N, 1)`.
-        data: observed x and y, drawn as points.
+        x: the inputs to draw at, in ascending order, `(N, 1)`.
+        data: observed x and y, which are drawn as points.
         truth: the true function at x.
         level: probability of the band.
-        output: which output, or which class's probability.
-        noise: whether to draw the edges for y.
+        output: which output to draw, or which class's probability.
+        noise: whether to draw the edges of the band of y.
         ax: axis to draw into.
     """
     if x.dim() != 2 or x.shape[1] != 1:
@@ -108,46 +113,37 @@ def plot_predictive_band(
     check_integer("output", output, minimum=0, maximum=model.num_outputs - 1)
     ax = _axes(ax)
     quantile, h, grid = _normal_quantile(level), cached_inputs(model, x), _numpy(x[:, 0])
-    named = _by_name(posteriors)
+    is_class = isinstance(model.likelihood, CategoricalLikelihood)
+    # A single posterior, which may be a dictionary of samples, has no name.
+    is_several = isinstance(posteriors, Mapping) and "mu" not in posteriors
+    named: Any = posteriors if is_several else {"": posteriors}
     for i, (name, posterior) in enumerate(named.items()):
         draws = draw_posterior(model, posterior, num_samples=2000, x=x, seed=0)
-        mean, sd, noise_var = (
-            _numpy(part[:, output]) for part in response(model, posterior, h, draws)
-        )
+        parts = response(model, posterior, h, draws)
+        mean, sd, noise_var = (_numpy(part[:, output]) for part in parts)
         is_last = i == len(named) - 1
-        style = {
-            "color": PALETTE[0 if is_last else 1 + i % 5],
-            "ls": "-" if is_last else _DASHES[i % 3],
-        }
-        style["zorder"] = 2.0 if is_last else 2.5
+        color, dashes = (PALETTE[0], "-") if is_last else (PALETTE[1 + i % 5], _DASHES[i % 3])
+        style = {"color": color, "ls": dashes, "zorder": 2.0 if is_last else 2.5}
         ax.plot(grid, mean, lw=1.8, label=name or f"mean, {level:.0%} band", **style)
-        low, high = mean - quantile * sd, mean + quantile * sd
+        edges = (mean - quantile * sd, mean + quantile * sd)
         if is_last:
-            ax.fill_between(grid, low, high, color=style["color"], alpha=0.18, lw=0)
+            ax.fill_between(grid, *edges, color=color, alpha=0.18, lw=0)
         else:
-            ax.plot(grid, low, lw=1.0, **style)
-            ax.plot(grid, high, lw=1.0, **style)
-        if noise and not isinstance(model.likelihood, CategoricalLikelihood):
-            edge = quantile * (sd**2 + noise_var) ** 0.5
-            for end in (mean - edge, mean + edge):
-                ax.plot(grid, end, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
+            for edge in edges:
+                ax.plot(grid, edge, lw=1.0, **style)
+        if noise and not is_class:
+            width = quantile * (sd**2 + noise_var) ** 0.5
+            for edge in (mean - width, mean + width):
+                ax.plot(grid, edge, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
     if truth is not None:
-        ax.plot(
-            grid,
-            _numpy(truth.reshape(len(x), -1)[:, 0]),
-            color=_INK,
-            lw=1.1,
-            ls="--",
-            label="truth",
-        )
+        values = _numpy(truth.reshape(len(x), -1)[:, 0])
+        ax.plot(grid, values, color=_INK, lw=1.1, ls="--", label="truth")
     if data is not None:
         y = data[1].reshape(len(data[1]), -1)
         y = y[:, min(output, y.shape[1] - 1)]
-        if isinstance(model.likelihood, CategoricalLikelihood):
-            y = (y == output).double()
+        y = (y == output).double() if is_class else y
         ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=_INK, mew=0, label="data")
     _legend(ax)
-    is_class = isinstance(model.likelihood, CategoricalLikelihood)
     return _style(ax, None, "x", f"P(class {output})" if is_class else "y")
 
 
@@ -162,21 +158,23 @@ def plot_components(
     level: float = 0.9,
     axes: Any = None,
 ) -> Any:
-    """What each unit adds to f against its own input, with its band; an axis per unit.
+    """What each unit adds to f against its own input, with a band. Each unit has its own axis.
 
-    The curves are sigma_p g_p over the range of the unit inputs h_p of x, drawn as ticks.
+    The curves are sigma_p g_p over the range of the unit inputs h_p of x, which are the ticks.
 
     Args:
-        model: without a prior on `shrinkage`.
+        model: a model without a prior on `shrinkage`.
         posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
         x: inputs, `(N, ...)`.
-        units: which units; by default the first six.
-        output: which function.
+        units: which units to draw; by default the first six.
+        output: which function to draw.
         level: probability of the bands.
-        axes: axes to draw into, one per unit.
+        axes: axes to draw into, one for each unit.
     """
     if model.has_shrinkage:
-        raise NotImplementedError("Components are not drawn with a prior on `shrinkage`.")
+        raise NotImplementedError(
+            "Components cannot be drawn with a prior on `shrinkage`; draw a model without it."
+        )
     F, P, M = model.site_shapes["z"]
     check_integer("output", output, minimum=0, maximum=F - 1)
     chosen = list(range(min(P, 6))) if units is None else list(units)
@@ -184,69 +182,72 @@ def plot_components(
     fit, quantile = gaussian_fit(model, posterior), _normal_quantile(level)
     K = model.layer.num_weights
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    flat = [axes] if len(chosen) == 1 and not isinstance(axes, Sequence) else list(axes)
-    for ax, p in zip(flat, chosen, strict=True):
+    for i, (ax, p) in enumerate(zip(_as_list(axes), chosen, strict=True)):
         grid = torch.linspace(float(h[:, p].min()), float(h[:, p].max()), 300, dtype=h.dtype)
         middle = h.mean(0).expand(len(grid), P).clone()
         middle[:, p] = grid.to(h.device)
-        columns = [1 + p] if model.layer.linear_term else []
         start = K - P * M + p * M
-        columns += range(start, start + M)
-        index = torch.tensor(columns, device=h.device)
+        linear = [1 + p] if model.layer.linear_term else []
+        index = torch.tensor([*linear, *range(start, start + M)], device=h.device)
         design = model.layer.design(middle)[:, index]
         index = index + output * K
         mean = design @ fit.mean[index]
         sd = ((design @ fit.cov[index][:, index]) * design).sum(-1).clamp(min=0).sqrt()
-        mean, sd, grid = _numpy(mean), _numpy(sd), _numpy(grid)
+        mean, width, grid = _numpy(mean), quantile * _numpy(sd), _numpy(grid)
         ax.axhline(0, color=_RULE, lw=0.8, zorder=0)
-        ax.fill_between(
-            grid, mean - quantile * sd, mean + quantile * sd, color=PALETTE[0], alpha=0.2, lw=0
-        )
+        ax.fill_between(grid, mean - width, mean + width, color=PALETTE[0], alpha=0.2, lw=0)
         ax.plot(grid, mean, color=PALETTE[0], lw=1.8)
-        ticks = _numpy(h[:: max(1, len(h) // 200), p])
-        ax.plot(
-            ticks, [0.02] * len(ticks), "|", color=_MUTED, ms=4, transform=ax.get_xaxis_transform()
-        )
-        _style(ax, f"unit {p}", "$h_p$", r"$\sigma_p\, g_p(h_p)$" if ax is flat[0] else "")
+        ticks, place = _numpy(h[:: max(1, len(h) // 200), p]), ax.get_xaxis_transform()
+        ax.plot(ticks, [0.02] * len(ticks), "|", color=_MUTED, ms=4, transform=place)
+        _style(ax, f"unit {p}", "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$")
     return axes
 
 
 def plot_learning_curves(history: History, ax: Any = None) -> Any:
-    """Loss per datum of training and, if it was held out, of validation, by epoch."""
+    """The loss per row in each epoch, of training and, if rows were held out, of validation."""
     ax = _axes(ax)
     names = {"loss": "training"}
     keys = history.rows[0] if history.rows else {}
     names |= {key: "validation" for key in keys if key in ("val_loss", "val_nlpd")}
-    for (key, label), color in zip(names.items(), _colors(len(names)), strict=True):
+    for (key, label), color in zip(names.items(), PALETTE, strict=False):
         values = history.column(key)
         ax.plot(range(1, len(values) + 1), values, color=color, lw=1.6, label=label)
     if history.best_epoch is not None:
         ax.axvline(history.best_epoch, color=_MUTED, lw=0.8, ls=":", label="best")
     _legend(ax)
-    return _style(ax, None, "epoch", "loss per datum")
+    return _style(ax, None, "epoch", "loss per row")
 
 
 def plot_reliability(
     y: Tensor, probs: Tensor | Mapping[str, Tensor], *, num_bins: int = 10, ax: Any = None
 ) -> Any:
-    """Accuracy against confidence, for one set of class probabilities `(N, C)` or several."""
+    """Accuracy against confidence, for one set of class probabilities `(N, C)` or for several."""
     ax = _axes(ax, size=(4.0, 3.6))
-    named = probs if isinstance(probs, Mapping) else {"": probs}
-    ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
-    for (name, values), color in zip(named.items(), _colors(len(named)), strict=True):
+    for name, values, color in _on_diagonal(ax, probs):
         curve = reliability_curve(y, values, num_bins)
         confidence, accuracy, rows = (_numpy(part) for part in curve)
-        ax.plot(confidence, accuracy, color=color, lw=1.4, label=name or None)
+        ax.plot(confidence, accuracy, color=color, lw=1.4, label=name)
         ax.scatter(confidence, accuracy, s=12 + 120 * rows / rows.sum(), color=color, lw=0)
-    if any(named):
+    if isinstance(probs, Mapping):
         _legend(ax)
     return _style(ax, None, "confidence", "accuracy")
 
 
-def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
-    """Histogram of PIT values with the band that 99 % of the bars stay in if all is right.
+def _on_diagonal(
+    ax: Any, values: Tensor | Mapping[str, Tensor]
+) -> Iterator[tuple[str | None, Tensor, str]]:
+    """Draw the diagonal, and give name, values and colour of what is to be drawn over it."""
+    ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
+    named = values if isinstance(values, Mapping) else {None: values}
+    for (name, one), color in zip(named.items(), cycle(PALETTE), strict=False):
+        yield name, one, color
 
-    A valley means predictions that are too narrow, a hill too wide, a slope biased.
+
+def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
+    """Histogram of PIT values, with a band that holds 99 % of the bars if predictions are right.
+
+    A valley means that predictions are too narrow, a hill that they are too wide, and a slope that
+    they are biased.
     """
     ax = _axes(ax)
     values = pit.flatten().double().cpu()
@@ -256,21 +257,19 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
 
 
 def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
-    """Share of y inside the central interval against the interval's level; best on the diagonal."""
+    """Share of y inside the central interval, against its level; the diagonal is best."""
     ax = _axes(ax, size=(4.0, 3.6))
-    named = pit if isinstance(pit, Mapping) else {"": pit}
     levels = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
-    ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
-    for (name, values), color in zip(named.items(), _colors(len(named)), strict=True):
+    for name, values, color in _on_diagonal(ax, pit):
         curve = coverage_curve(values.double(), levels.to(values.device))
-        ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name or None)
-    if any(named):
+        ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name)
+    if isinstance(pit, Mapping):
         _legend(ax)
     return _style(ax, None, "level of the interval", "coverage")
 
 
 def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
-    """Means and standard deviations of all weights against those of the reference, two axes."""
+    """Means and standard deviations of all weights against those of the reference, on two axes."""
     axes = _axes(axes, 2, (4.0, 3.8))
     reference = comparison.fits[comparison.reference]
     others = {n: f for n, f in comparison.fits.items() if n != comparison.reference}
@@ -278,7 +277,7 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
         truth = _numpy(getattr(reference, part))
         ends = [float(truth.min()), float(truth.max())]
         ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
-        for (name, fit), color in zip(others.items(), _colors(len(others)), strict=True):
+        for (name, fit), color in zip(others.items(), cycle(PALETTE), strict=False):
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
         _style(ax, f"posterior {part}s of the weights", comparison.reference, "")
@@ -289,13 +288,13 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
 def plot_sbc(
     result: SBCResult, names: Sequence[str] | None = None, num_bins: int = 10, axes: Any = None
 ) -> Any:
-    """Histograms of the ranks of some quantities; flat, within the band, if inference is right.
+    """Histograms of the ranks of some quantities: flat, within the band, if inference is right.
 
     Args:
-        result: of `simulation_based_calibration`.
-        names: quantities; by default the first and the last three.
-        num_bins: must divide the number of ranks.
-        axes: axes to draw into, one per name.
+        result: the result of `simulation_based_calibration`.
+        names: which quantities to draw; by default the first and the last three.
+        num_bins: number of bins, which must divide the number of ranks.
+        axes: axes to draw into, one for each name.
     """
     chosen = [*result.names[:1], *result.names[-3:]] if names is None else list(names)
     unknown = [name for name in chosen if name not in result.names]
@@ -303,15 +302,14 @@ def plot_sbc(
         raise ValueError(f"`names` must be quantities of the result; got {unknown}.")
     counts = result.counts(num_bins)
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    flat = [axes] if len(chosen) == 1 and not isinstance(axes, Sequence) else list(axes)
-    for ax, name in zip(flat, chosen, strict=True):
+    for i, (ax, name) in enumerate(zip(_as_list(axes), chosen, strict=True)):
         _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
-        _style(ax, name, "rank of the truth", "simulations" if ax is flat[0] else "")
+        _style(ax, name, "rank of the truth", "" if i else "simulations")
     return axes
 
 
 def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
-    """k-hat of every row of a leave-one-out result; those above 0.7 in red."""
+    """k-hat of every row of a leave-one-out result. Those above 0.7 are red."""
     ax = _axes(ax)
     k = _numpy(left_out.k_hat.clamp(min=-1, max=2))
     rows, is_bad = _numpy(torch.arange(len(k))), k > 0.7
@@ -322,23 +320,13 @@ def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
 
 
 def _bars(ax: Any, counts: Tensor, expected: float) -> None:
-    """Bars over [0, 1] with the range that 99 % of binomial counts stay in."""
+    """Bars over [0, 1], with a band that holds 99 % of binomial counts."""
     num_bins = len(counts)
     spread = 2.576 * math.sqrt(expected * (1 - 1 / num_bins))
     ax.axhspan(max(expected - spread, 0), expected + spread, color=_RULE, alpha=0.6, lw=0, zorder=0)
     centres = (torch.arange(num_bins) + 0.5) / num_bins
     ax.bar(_numpy(centres), _numpy(counts), width=0.94 / num_bins, color=PALETTE[0], alpha=0.85)
     ax.axhline(expected, color=_MUTED, lw=0.9)
-
-
-def _by_name(posteriors: Any) -> Mapping[str, Any]:
-    """Several posteriors by name; one, which may be a dictionary of samples, has none."""
-    is_one = not isinstance(posteriors, Mapping) or "mu" in posteriors
-    return {"": posteriors} if is_one else posteriors
-
-
-def _colors(count: int) -> list[str]:
-    return [PALETTE[i % len(PALETTE)] for i in range(count)]
 
 
 def _numpy(values: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""Scores of predictions: errors, proper scoring rules, calibration, out-of-distribution detection.
+"""Scores of predictions: errors, proper scoring rules, intervals, detection of strange inputs.
 
-All are means over the N rows (and outputs), returned as scalar tensors; smaller is better unless
-the docstring says otherwise.
+Each score is a mean over the N rows (and outputs), a scalar tensor. Smaller is better unless the
+docstring says otherwise.
 """
 
 import math
@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pyro_dak.diagnostics.calibration import confidence_bins
+
 __all__ = [
     "accuracy",
     "auroc",
     "brier_score",
-    "categorical_nll",
     "expected_calibration_error",
     "gaussian_crps",
     "gaussian_nlpd",
@@ -41,7 +42,7 @@ def gaussian_crps(
 ) -> Float[Tensor, ""]:
     """Continuous ranked probability score of N(mean, var), in units of y.
 
-    s (r (2 Phi(r) - 1) + 2 pdf(r) - 1 / sqrt(pi)) with r = (y - mean) / s.
+    s (r (2 Phi(r) - 1) + 2 pdf(r) - 1 / sqrt(pi)) with s = sqrt(var) and r = (y - mean) / s.
     """
     scale = var.sqrt()
     r = (y - mean) / scale
@@ -53,7 +54,7 @@ def gaussian_crps(
 def interval_coverage(
     y: Float[Tensor, "*shape"], lower: Float[Tensor, "*shape"], upper: Float[Tensor, "*shape"]
 ) -> Float[Tensor, ""]:
-    """Share of y inside [lower, upper]; best at the interval's nominal level."""
+    """Share of y inside [lower, upper]. It is best at the nominal level of the intervals."""
     return ((y >= lower) & (y <= upper)).to(lower.dtype).mean()
 
 
@@ -65,13 +66,8 @@ def interval_width(
 
 
 def accuracy(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
-    """Share of rows whose most probable class is y; larger is better."""
+    """Share of rows whose most probable class is y. Larger is better."""
     return (probs.argmax(-1) == y).to(probs.dtype).mean()
-
-
-def categorical_nll(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
-    """Mean of -log probs[y], in nats; infinite if a label was given probability zero."""
-    return -probs.gather(-1, y.unsqueeze(-1)).log().mean()
 
 
 def brier_score(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
@@ -83,22 +79,16 @@ def brier_score(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tens
 def expected_calibration_error(
     y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int = 15
 ) -> Float[Tensor, ""]:
-    """sum_b |B_b| / n |accuracy(B_b) - confidence(B_b)| over equal-width bins of the confidence.
-
-    Bin b holds confidences in (b / num_bins, (b + 1) / num_bins]; a confidence of 1 is in the last.
-    """
-    confidence, label = probs.max(-1)
-    bins = (confidence * num_bins).ceil().long().sub(1).clamp(0, num_bins - 1)
-    gap = (label == y).to(probs.dtype) - confidence
-    summed = gap.new_zeros(num_bins).index_add_(0, bins, gap)
-    return summed.abs().sum() / len(y)
+    """sum_b |B_b| / n |accuracy(B_b) - confidence(B_b)| over the bins B_b of `confidence_bins`."""
+    bins = confidence_bins(y, probs, num_bins)
+    return (bins.num_rows * (bins.accuracy - bins.confidence).abs()).sum() / len(y)
 
 
 def auroc(negative: Float[Tensor, " n0"], positive: Float[Tensor, " n1"]) -> Float[Tensor, ""]:
-    """Probability that a positive outscores a negative, ties counted half; larger is better.
+    """Probability that a positive scores higher than a negative. Larger is better; O(n log n).
 
-    For out-of-distribution detection the negatives are scores in distribution (entropies, say)
-    and the positives those outside. O(n log n).
+    A tie counts as one half. To judge the detection of strange inputs, the negatives are scores
+    (entropies, for example) of inputs like the training data, and the positives those of others.
     """
     ordered = negative.sort().values
     below = torch.searchsorted(ordered, positive, right=False)

@@ -1,4 +1,4 @@
-"""What is wrong with a fitted model, in words."""
+"""A summary of a fitted model: what is wrong with it, in words."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_dak.additive.gaussian import kl_diagonal
 from pyro_dak.diagnostics.calibration import dispersion
-from pyro_dak.diagnostics.checks import guide_weights, loo, pit_values
+from pyro_dak.diagnostics.checks import k_hat, loo, pit_values
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response
 from pyro_dak.diagnostics.scores import accuracy, expected_calibration_error
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
-from pyro_dak.inference.densities import cached_inputs, checked_data, response
+from pyro_dak.inference.densities import unit_data
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from pyro_dak.model.dak import DAK
@@ -18,12 +19,12 @@ from pyro_dak.model.likelihoods import CategoricalLikelihood
 
 __all__ = ["Finding", "Summary", "summary"]
 
-_Z = 4.0  # standard errors that a deviation must have to be reported
+_Z = 4.0  # A deviation is reported from this many standard errors on.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: a short topic, and a sentence that says what to do."""
+    """One thing that is wrong: a short topic, and a message that says what to do."""
 
     topic: str
     message: str
@@ -31,18 +32,18 @@ class Finding:
 
 @dataclass
 class Summary:
-    """What was looked at (`values`, by name) and what is wrong with it (`findings`)."""
+    """What is wrong with a model (`findings`), and the numbers looked at, by name (`values`)."""
 
     findings: list[Finding] = field(default_factory=list)
     values: dict[str, float] = field(default_factory=dict)
 
     @property
     def topics(self) -> list[str]:
-        """Topics of the findings."""
+        """The topics of all findings."""
         return [finding.topic for finding in self.findings]
 
     def add(self, topic: str, message: str) -> None:
-        """Note a finding."""
+        """Add a finding."""
         self.findings.append(Finding(topic, message))
 
     def __str__(self) -> str:
@@ -61,34 +62,33 @@ def summary(
     num_samples: int = 2000,
     seed: int = 0,
 ) -> Summary:
-    """Look for what commonly goes wrong, and say it in words.
+    """Look for the usual faults of a model and its posterior, and name them in words.
 
-    Dead units, inputs outside the grid, a grid too coarse for the kernel; units or a whole model
-    that have stayed at the prior; k-hat of the guide and of leave-one-out above 0.7; predictions
-    that are too narrow, too wide or biased (PIT; for classes confidence against accuracy);
-    divergences, r-hat and effective sample size of a sampler. On rows that the network was trained
-    on, calibration looks better than it is: give held-out rows to judge it.
+    It looks for dead units, inputs outside the grid and a grid too coarse for the kernel; for units
+    or a whole model that have stayed at the prior; for k-hat of the guide or of leave-one-out above
+    0.7; for predictions that are too narrow, too wide or biased (by PIT values, or by confidence
+    against accuracy for classes); and for divergences, r-hat and effective sample size of a
+    sampler. On rows that the network was trained on, calibration looks better than it is: give
+    held-out rows to judge it.
 
     Args:
         model: the model.
         posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: inputs that the posterior was made from, `(N, ...)`.
+        x: the inputs that the posterior was made from, `(N, ...)`.
         y: their targets.
-        num_samples: draws from a guide.
-        seed: of the draws.
+        num_samples: number of draws from a guide.
+        seed: seed of the draws.
     """
-    x, y = checked_data(model, x, y)
-    h = cached_inputs(model, x)
-    y = y.to(h.device)
+    h, targets = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     report = Summary()
     _look_at_inputs(report, model, h)
     _look_at_weights(report, model, posterior)
     mean = response(model, posterior, h, draws).mean
-    _look_at_predictions(report, model, mean, y)
+    _look_at_predictions(report, model, mean, targets)
     if draws.log_q is not None:
-        _look_at_k_hat(report, float(guide_weights(model, h, y, draws).k_hat))
-    left_out = loo(model, posterior, x, y, num_samples=num_samples, seed=seed)
+        _look_at_k_hat(report, k_hat(model, draws, x, y))
+    left_out = loo(model, draws, x, y)
     report.values["elpd_loo"] = left_out.elpd
     if left_out.num_bad:
         report.add(
@@ -98,7 +98,7 @@ def summary(
             "reliable.",
         )
     if isinstance(model.likelihood, CategoricalLikelihood):
-        _look_at_classes(report, y, mean)
+        _look_at_classes(report, targets, mean)
     else:
         _look_at_pit(report, pit_values(model, posterior, x, y, seed=seed))
     if isinstance(posterior, MCMCRun):
@@ -136,29 +136,25 @@ def _look_at_inputs(report: Summary, model: DAK, h: Tensor) -> None:
 
 def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:
     """Nats that each unit has learned: the KL of its marginals from a prior with these moments."""
-    prior = model.prior_distribution("z", torch.zeros((), dtype=torch.float64))
     F, P, M = model.site_shapes["z"]
+    prior = model.prior_distribution("z", torch.zeros((), dtype=torch.float64))
     try:
-        prior_mean, prior_var = prior.mean.expand(F, P, M), prior.variance.expand(F, P, M)
+        moments = [part.expand(F, P, M) for part in (prior.mean, prior.variance.sqrt())]
     except NotImplementedError:
         return
-    if not bool(torch.isfinite(prior_mean + prior_var).all()):
+    if not all(bool(torch.isfinite(part).all()) for part in moments):
         return
     fit = gaussian_fit(model, posterior)
-    mean, var = (
-        part.unflatten(0, (F, -1))[:, -P * M :].unflatten(-1, (P, M)).cpu()
-        for part in (fit.mean, fit.cov.diagonal())
-    )
-    ratio = var / prior_var
-    nats = 0.5 * ((mean - prior_mean).square() / prior_var + ratio - 1 - ratio.log())
-    by_unit = nats.sum((0, 2))
+    own = [part.unflatten(0, (F, -1))[:, -P * M :].cpu() for part in (fit.mean, fit.sd)]
+    parts = [part.unflatten(-1, (P, M)) for part in own] + moments
+    by_unit = torch.stack([kl_diagonal(*(part[:, p] for part in parts)) for p in range(P)])
     report.values["nats_learned"] = float(by_unit.sum())
     idle = torch.nonzero(by_unit < 0.1).flatten().tolist()
     if len(idle) == P:
         report.add(
             "collapse to the prior",
-            "the posterior of all units is the prior: the model has learned nothing. Train longer, "
-            "lower `noise_scale`, or look at the scale of `y` and of the features.",
+            "the posterior of every unit is its prior: the model has learned nothing. Train "
+            "longer, lower `noise_scale`, or look at the scale of `y` and of the features.",
         )
     elif idle:
         report.add(
@@ -177,7 +173,7 @@ def _look_at_predictions(report: Summary, model: DAK, mean: Tensor, y: Tensor) -
     if varies < 0.05:
         report.add(
             "constant predictions",
-            "the mean prediction hardly varies over the rows: the features carry nothing of `y` "
+            "the mean prediction hardly varies over the rows: the features say nothing about `y` "
             "yet, or the noise explains all of it.",
         )
 
@@ -187,8 +183,9 @@ def _look_at_k_hat(report: Summary, k: float) -> None:
     if k > 0.7:
         report.add(
             "k-hat",
-            f"{'infinite' if math.isinf(k) else f'{k:.2f}'}, above 0.7: the guide is far from the "
-            "posterior. Train it longer, or use a richer one (`FullRankGuide`, `run_nuts`).",
+            f"it is {'infinite' if math.isinf(k) else f'{k:.2f}'}, above 0.7: the guide is far "
+            "from the posterior. Train it longer, or use a richer one (`FullRankGuide`) or "
+            "`run_nuts`.",
         )
 
 
@@ -223,9 +220,7 @@ def _look_at_classes(report: Summary, y: Tensor, probs: Tensor) -> None:
     se = math.sqrt(max(confidence * (1 - confidence), 1e-6) / len(y))
     if abs(confidence - hit) > max(0.05, _Z * se):
         word = "overconfident" if confidence > hit else "underconfident"
-        report.add(
-            word, f"mean confidence is {confidence:.2f}, accuracy {hit:.2f}: probabilities are off."
-        )
+        report.add(word, f"the mean confidence is {confidence:.2f}, but the accuracy is {hit:.2f}.")
 
 
 def _look_at_chains(report: Summary, run: MCMCRun) -> None:
@@ -242,6 +237,6 @@ def _look_at_chains(report: Summary, run: MCMCRun) -> None:
             f"{run.num_divergences} transitions diverged: raise `target_accept_prob`.",
         )
     if r_hat > 1.05:
-        report.add("r-hat", f"up to {r_hat:.2f}: the chains have not mixed. Run longer.")
+        report.add("r-hat", f"it is up to {r_hat:.2f}: the chains have not mixed. Run longer.")
     if size < 100:
-        report.add("effective sample size", f"as low as {size:.0f}: run longer.")
+        report.add("effective sample size", f"it is as low as {size:.0f}. Run longer.")

@@ -10,8 +10,8 @@ from pyro.infer.autoguide import AutoNormal
 from torch.testing import assert_close
 
 from pyro_dak import GaussianLikelihood, HorseshoePrior, run_nuts, to_arviz
+from pyro_dak.diagnostics import loo
 from pyro_dak.diagnostics.arviz import import_optional
-from pyro_dak.diagnostics.checks import loo
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from tests import scenarios
 

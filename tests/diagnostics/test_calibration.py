@@ -7,12 +7,12 @@ from torch.testing import assert_close
 
 from pyro_dak.diagnostics.calibration import (
     chi_square_p_value,
+    confidence_bins,
     coverage_curve,
     dispersion,
     gaussian_pit,
     rank_pit,
     reliability_curve,
-    uniformity_p_value,
 )
 from pyro_dak.diagnostics.scores import expected_calibration_error
 
@@ -28,7 +28,7 @@ def test_ranks_among_draws_of_the_same_distribution_are_uniform(discrete):
     values = torch.randn(21, 5000)
     values = values.mul(2).round() if discrete else values
     pit = rank_pit(values[0], values[1:])
-    assert uniformity_p_value(pit, num_bins=21) > 1e-3
+    assert chi_square_p_value(torch.histc(pit, 21, 0, 1)) > 1e-3
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
@@ -64,6 +64,17 @@ def test_reliability_curve_adds_up_to_the_calibration_error():
     gaps = (curve.accuracy - curve.confidence).abs() * curve.num_rows / 500
     assert curve.num_rows.sum() == 500
     assert_close(gaps.sum(), expected_calibration_error(y, probs, num_bins=15))
+
+
+def test_confidence_bins_keep_the_empty_ones_that_the_curve_leaves_out():
+    probs = torch.tensor([[0.75, 0.25], [0.6, 0.4], [0.0, 1.0]])
+    y = torch.tensor([0, 1, 1])
+    bins = confidence_bins(y, probs, num_bins=4)
+    assert bins.num_rows.tolist() == [0, 0, 2, 1]
+    assert_close(bins.confidence, torch.tensor([0.0, 0.0, 0.675, 1.0]))
+    assert_close(bins.accuracy, torch.tensor([0.0, 0.0, 0.5, 1.0]))
+    for part, expected in zip(reliability_curve(y, probs, num_bins=4), bins, strict=True):
+        assert_close(part, expected[2:])
 
 
 def test_chi_square_p_value_equals_that_of_scipy():

@@ -17,10 +17,8 @@ from pyro_dak import (
     components,
     exact_posterior,
 )
-from pyro_dak.diagnostics import plots
+from pyro_dak.diagnostics import loo, pit_values, plots, simulation_based_calibration
 from pyro_dak.diagnostics.arviz import import_optional
-from pyro_dak.diagnostics.checks import loo, pit_values
-from pyro_dak.diagnostics.sbc import simulation_based_calibration
 from pyro_dak.inference.draws import Draws, draw_posterior
 from pyro_dak.training.plan import History
 from tests import scenarios

@@ -1,5 +1,6 @@
 """The summary says what is wrong, and only that."""
 
+import importlib
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
+import pyro_dak
 from pyro_dak import (
     DAK,
     GaussianLikelihood,
@@ -15,7 +17,7 @@ from pyro_dak import (
     exact_posterior,
     run_nuts,
 )
-from pyro_dak.diagnostics.summary import summary
+from pyro_dak.diagnostics import summary
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from tests import scenarios
 
@@ -38,6 +40,12 @@ def data(num_rows=200, noise_scale=0.3):
 
 def findings(model, posterior, x, y):
     return summary(model, posterior, x, y, num_samples=1000)
+
+
+def test_the_room_gives_the_function_and_not_its_module():
+    importlib.import_module("pyro_dak.diagnostics.summary")
+    assert pyro_dak.diagnostics.summary is summary
+    assert callable(summary)
 
 
 def test_nothing_is_found_where_nothing_is_wrong():

@@ -1,7 +1,7 @@
 """Have Markov chains mixed, and what are their draws worth? Split r-hat and effective sample size.
 
-Every chain is cut into halves first, so that one that drifts disagrees with itself (Vehtari et al.,
-2021). Draws are `(chains, draws, *event)`, results like the event.
+Every chain is first cut into halves, so that a chain that drifts disagrees with itself (Vehtari et
+al., 2021). Draws are `(chains, draws, *event)`; results have the shape of the event.
 """
 
 import math
@@ -14,28 +14,24 @@ __all__ = ["effective_sample_size", "split_r_hat"]
 
 
 def split_r_hat(draws: Float[Tensor, "chains draws *event"]) -> Float[Tensor, "*event"]:
-    """sqrt(((n - 1) / n W + B / n) / W), of variances within (W) and between (B / n) half-chains.
+    """sqrt(((n - 1) / n W + B / n) / W), with variances W within and B / n between half-chains.
 
-    One if all have the same distribution; infinite where no draw ever moves.
+    It is one if all half-chains have the same distribution, and infinite if no draw ever moves.
     """
-    halves = _split(draws)
-    n = halves.shape[1]
-    within = halves.var(1).mean(0)
-    total = (n - 1) / n * within + halves.mean(1).var(0)
+    within, total = _variances(_split(draws))
     return torch.where(within > 0, (total / within).sqrt(), math.inf)
 
 
 def effective_sample_size(draws: Float[Tensor, "chains draws *event"]) -> Float[Tensor, "*event"]:
-    """S / (1 + 2 sum_t rho_t) with the autocorrelations of the half-chains, summed while positive.
+    """S / (1 + 2 sum_t rho_t), with the autocorrelations rho_t of the half-chains.
 
-    Pairs rho_2t + rho_2t+1 are cut off at the first that is negative and made to decrease (Geyer,
-    1992). Antithetic chains may be worth more than their S draws, but not more than S log10 S. Zero
-    where no draw ever moves.
+    The sum is over pairs rho_2t + rho_2t+1. It ends before the first negative pair, and pairs are
+    made to decrease (Geyer, 1992). Antithetic chains may be worth more than their S draws, but not
+    more than S log10 S. The result is zero if no draw ever moves.
     """
     halves = _split(draws)
     m, n = halves.shape[:2]
-    within = halves.var(1).mean(0)
-    total = (n - 1) / n * within + halves.mean(1).var(0)
+    within, total = _variances(halves)
     covariance = _autocovariance(halves).mean(0)  # (n, *event)
     rho = 1 - (within - covariance * n / (n - 1)) / torch.where(total > 0, total, 1.0)
     rho = torch.cat([torch.ones_like(rho[:1]), rho[1:]])
@@ -47,9 +43,16 @@ def effective_sample_size(draws: Float[Tensor, "chains draws *event"]) -> Float[
 
 
 def _split(draws: Tensor) -> Tensor:
-    """Halves of the chains as chains; the draw in the middle of an odd number is left out."""
+    """The halves of the chains as chains, without the middle draw if their number is odd."""
     half = draws.shape[1] // 2
     return torch.cat([draws[:, :half], draws[:, -half:]])
+
+
+def _variances(chains: Tensor) -> tuple[Tensor, Tensor]:
+    """The variance within chains, W, and that of all draws, (n - 1) / n W + B / n."""
+    n = chains.shape[1]
+    within = chains.var(1).mean(0)
+    return within, (n - 1) / n * within + chains.mean(1).var(0)
 
 
 def _autocovariance(chains: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
-"""NUTS and HMC over the weights on cached features: the posterior without an approximation.
+"""NUTS and HMC over the weights: samples of the posterior, with the features held fixed.
 
-Chains run one after the other, each with its own seed, so that a run is reproducible and nothing
-is sent between processes. Everything is in float64.
+Chains run one after the other, each with a seed of its own, so that a run is reproducible.
+Everything is computed in float64.
 """
 
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyro
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
 
-from pyro_dak.inference.densities import cached_inputs, checked_data, noise_scale
+from pyro_dak.inference.densities import log_joint, noise_scale, unit_data
 from pyro_dak.inference.draws import Draws
 from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
 from pyro_dak.inference.mcmc.target import Target
@@ -30,7 +31,8 @@ from pyro_dak.validation import check_integer, check_positive
 __all__ = ["MCMCRun", "run_hmc", "run_nuts"]
 
 _MAX_R_HAT = 1.05
-# Whitened coordinates have nearly unit masses; fewer draws than this estimate them worse.
+# In whitened coordinates all masses are nearly one. A shorter warm-up than this estimates them
+# with a larger error than that, and does not adapt them.
 _MASS_WARMUP = 150
 
 
@@ -38,9 +40,9 @@ _MASS_WARMUP = 150
 class MCMCRun(Draws):
     """Draws of a Hamiltonian sampler, `(chains, draws, *event)`, and how far to trust them.
 
-    `stats` has, by draw: `lp` (log p(y, w), unnormalised log posterior), `diverging`, `n_steps`
-    (leapfrog steps) and `step_size`. `acceptance` is the mean acceptance probability of each chain,
-    `seconds` its time.
+    `stats` holds for each draw `lp` (the log posterior without its constant, log p(y, w)),
+    `diverging`, `n_steps` (the number of leapfrog steps) and `step_size`. `acceptance` is the mean
+    acceptance probability of each chain, and `seconds` is the time it took.
     """
 
     acceptance: list[float] = field(default_factory=list)
@@ -48,19 +50,19 @@ class MCMCRun(Draws):
 
     @property
     def num_divergences(self) -> int:
-        """Divergent transitions after warm-up, over all chains."""
+        """Number of divergent transitions after warm-up, in all chains together."""
         return int(self.stats["diverging"].sum())
 
     def r_hat(self) -> dict[str, Tensor]:
-        """Split r-hat of every element of every site, like its event; 1 is best."""
+        """Split r-hat of every element of every site, with the shape of its event; 1 is best."""
         return {n: split_r_hat(v) for n, v in self.sites.items()}
 
     def effective_sample_size(self) -> dict[str, Tensor]:
-        """Draws that would be worth as much if they were independent, like the event."""
+        """The number of independent draws that would be worth as much, for every element."""
         return {n: effective_sample_size(v) for n, v in self.sites.items()}
 
     def standard_error(self) -> dict[str, Tensor]:
-        """Monte Carlo standard error of the mean of every element, like the event."""
+        """Monte Carlo standard error of the mean of every element of every site."""
         sizes = self.effective_sample_size()
         return {n: v.flatten(0, 1).std(0) / sizes[n].sqrt() for n, v in self.sites.items()}
 
@@ -69,7 +71,7 @@ class MCMCRun(Draws):
         return dict(self.sites) if group_by_chain else self.flat()
 
     def max_r_hat(self) -> float:
-        """Largest r-hat of all."""
+        """The largest r-hat of all elements of all sites."""
         return max(float(value.max()) for value in self.r_hat().values())
 
     def report(self) -> str:
@@ -81,11 +83,9 @@ class MCMCRun(Draws):
             f"{float(self.stats['n_steps'].double().mean()):.1f} steps per draw",
             "site               elements  max r-hat   min ESS",
         ]
-        for name in self.sites:
-            lines.append(
-                f"{name:<18} {sizes[name].numel():>8}  {float(r_hats[name].max()):>9.3f}  "
-                f"{float(sizes[name].min()):>8.0f}"
-            )
+        for name, size in sizes.items():
+            r_hat = float(r_hats[name].max())
+            lines.append(f"{name:<18} {size.numel():>8}  {r_hat:>9.3f}  {float(size.min()):>8.0f}")
         return "\n".join(lines)
 
 
@@ -105,42 +105,36 @@ def run_nuts(
     seed: int = 0,
     progress: bool = True,
 ) -> MCMCRun:
-    """Samples of all weights by the No-U-Turn sampler, with the features as they are.
+    """Samples of all weights by the No-U-Turn sampler, with the features held fixed.
 
-    The unit inputs are computed once, in eval mode; a step then costs one matrix product. Any
-    likelihood and any prior of real weights; priors over the scales of units are sampled along.
+    The unit inputs are computed once, in eval mode; after that a step costs one matrix product.
+    Any likelihood is allowed, and any prior whose weights are real numbers. The scales of a prior
+    on `shrinkage` are sampled along with the weights.
 
     Args:
-        model: the model; its network and, unless they get a prior here, its noise and unit scales
-            stay fixed.
+        model: the model. Its network stays fixed, and so do its noise and unit scales unless they
+            get a prior here.
         x: inputs, `(N, ...)`.
         y: targets.
-        num_samples: draws per chain after warm-up.
+        num_samples: draws per chain after the warm-up.
         warmup_steps: draws per chain that adapt step size and masses and are thrown away.
-        num_chains: chains, one after the other.
+        num_chains: number of chains, which run one after the other.
         noise_prior: prior of `noise_scale`, to sample it too; see `pyro_dak.model.priors`.
         unit_scale_prior: prior of `unit_scale`, to sample it too.
-        target_accept_prob: higher means smaller steps; raise it against divergences.
-        max_tree_depth: at most 2^depth - 1 steps per draw.
-        whiten: sample in coordinates that the curvature at the mode makes round.
+        target_accept_prob: a higher value means smaller steps; raise it if there are divergences.
+        max_tree_depth: a draw takes at most 2^depth - 1 steps.
+        whiten: whether to sample in coordinates in which the posterior is round, by its curvature
+            at the mode.
         seed: chain k uses seed + k.
-        progress: show a bar per chain.
+        progress: whether to show a bar for each chain.
 
     Returns:
         The draws. A warning says so if there are divergences or r-hat is above 1.05.
     """
-
-    def kernel_fn(target: Target) -> NUTS:
-        return NUTS(
-            potential_fn=target,
-            adapt_mass_matrix=not whiten or warmup_steps >= _MASS_WARMUP,
-            target_accept_prob=target_accept_prob,
-            max_tree_depth=max_tree_depth,
-        )
-
-    priors = {"noise_scale": noise_prior, "unit_scale": unit_scale_prior}
-    lengths = (num_samples, warmup_steps, num_chains)
-    return _run(model, x, y, kernel_fn, lengths, priors, whiten, seed, progress)
+    kernel_fn = partial(NUTS, max_tree_depth=max_tree_depth, target_accept_prob=target_accept_prob)
+    options: dict[str, Any] = {"whiten": whiten, "seed": seed, "progress": progress}
+    options |= {"noise_prior": noise_prior, "unit_scale_prior": unit_scale_prior}
+    return _run(kernel_fn, model, x, y, num_samples, warmup_steps, num_chains, **options)
 
 
 def run_hmc(
@@ -152,125 +146,94 @@ def run_hmc(
     num_chains: int = 1,
     *,
     trajectory_length: float = 1.5,
+    target_accept_prob: float = 0.8,
+    **options: Any,
+) -> MCMCRun:
+    """Samples of all weights by Hamiltonian Monte Carlo with trajectories of fixed length.
+
+    The length of a trajectory is a time: pi / 2 makes the draws from a standard normal, which is
+    what whitening aims at, independent. All other arguments are those of `run_nuts`, apart from
+    `max_tree_depth`.
+    """
+    check_positive("trajectory_length", trajectory_length)
+    kernel_fn = partial(
+        HMC, trajectory_length=trajectory_length, target_accept_prob=target_accept_prob
+    )
+    return _run(kernel_fn, model, x, y, num_samples, warmup_steps, num_chains, **options)
+
+
+def _run(
+    kernel_fn: Callable[..., Any],
+    model: DAK,
+    x: Tensor,
+    y: Tensor,
+    num_samples: int,
+    warmup_steps: int,
+    num_chains: int,
     noise_prior: PriorLike | None = None,
     unit_scale_prior: PriorLike | None = None,
-    target_accept_prob: float = 0.8,
     whiten: bool = True,
     seed: int = 0,
     progress: bool = True,
 ) -> MCMCRun:
-    """Samples of all weights by plain Hamiltonian Monte Carlo; arguments as in `run_nuts`.
-
-    Args:
-        model: the model.
-        x: inputs, `(N, ...)`.
-        y: targets.
-        num_samples: draws per chain after warm-up.
-        warmup_steps: draws per chain that are thrown away.
-        num_chains: chains, one after the other.
-        trajectory_length: time of a trajectory; in whitened coordinates pi / 2 makes draws from a
-            Gaussian independent.
-        noise_prior: prior of `noise_scale`, to sample it too.
-        unit_scale_prior: prior of `unit_scale`, to sample it too.
-        target_accept_prob: higher means smaller steps.
-        whiten: sample in coordinates that the curvature at the mode makes round.
-        seed: chain k uses seed + k.
-        progress: show a bar per chain.
-    """
-    check_positive("trajectory_length", trajectory_length)
-
-    def kernel_fn(target: Target) -> HMC:
-        return HMC(
-            potential_fn=target,
-            adapt_mass_matrix=not whiten or warmup_steps >= _MASS_WARMUP,
-            trajectory_length=trajectory_length,
-            target_accept_prob=target_accept_prob,
-        )
-
-    priors = {"noise_scale": noise_prior, "unit_scale": unit_scale_prior}
-    lengths = (num_samples, warmup_steps, num_chains)
-    return _run(model, x, y, kernel_fn, lengths, priors, whiten, seed, progress)
-
-
-def _run(
-    model: DAK,
-    x: Tensor,
-    y: Tensor,
-    kernel_fn: Callable[[Target], Any],
-    lengths: tuple[int, int, int],
-    priors: Mapping[str, PriorLike | None],
-    whiten: bool,
-    seed: int,
-    progress: bool,
-) -> MCMCRun:
-    num_samples, warmup_steps, num_chains = lengths
     check_integer("num_samples", num_samples, minimum=4)
     check_integer("warmup_steps", warmup_steps, minimum=0)
     check_integer("num_chains", num_chains, minimum=1)
-    x, y = checked_data(model, x, y)
-    extra = _extra_priors(model, priors)
+    h, y = unit_data(model, x, y)
+    extra_priors = _extra_priors(model, noise_prior, unit_scale_prior)
+    should_adapt = not whiten or warmup_steps >= _MASS_WARMUP
+    runs = []
     with evaluating(model), pyro.validation_enabled(False):
-        h = cached_inputs(model, x)
-        target = Target(model, h, y.to(h.device), extra, whiten)
-        chains = []
+        target = Target(model, h, y, extra_priors, whiten)
         for chain in range(num_chains):
-            label = f"chain {chain + 1}/{num_chains}"
-            kernel = kernel_fn(target)
+            label = f"chain {chain + 1}/{num_chains}" if progress else None
+            kernel = kernel_fn(potential_fn=target, adapt_mass_matrix=should_adapt)
             with torch.enable_grad(), torch.random.fork_rng():
                 torch.manual_seed(seed + chain)
-                chains.append(
-                    _run_chain(target, kernel, num_samples, warmup_steps, label, progress)
-                )
-    run = MCMCRun(
-        {name: torch.stack([c.sites[name] for c in chains]) for name in chains[0].sites},
-        stats={name: torch.stack([c.stats[name] for c in chains]) for name in chains[0].stats},
-        acceptance=[c.acceptance[0] for c in chains],
-        seconds=[c.seconds[0] for c in chains],
-    )
+                runs.append(_run_chain(target, kernel, num_samples, warmup_steps, label))
+        run = MCMCRun(
+            {name: torch.cat([r.sites[name] for r in runs]) for name in runs[0].sites},
+            stats={name: torch.cat([r.stats[name] for r in runs]) for name in runs[0].stats},
+            acceptance=[r.acceptance[0] for r in runs],
+            seconds=[r.seconds[0] for r in runs],
+        )
+        flat = run.flat()
+        lp = log_joint(model, h, y, flat)
+        lp = lp + sum(prior.log_prob(flat[name]) for name, prior in extra_priors.items())
+    run.stats["lp"] = lp.unflatten(0, (num_chains, num_samples))
     _warn_if_untrustworthy(run)
     return run
 
 
-def _extra_priors(model: DAK, priors: Mapping[str, PriorLike | None]) -> dict[str, Distribution]:
-    """Priors of the parameters that are to be sampled, with the parameter's shape as event."""
-    resolved: dict[str, Distribution] = {}
+def _extra_priors(
+    model: DAK, noise_prior: PriorLike | None, unit_scale_prior: PriorLike | None
+) -> dict[str, Distribution]:
+    """Priors of the parameters that are sampled; the parameter's shape is the event shape."""
+    priors: dict[str, Distribution] = {}
     like = model.layer.log_unit_scale.detach().double()
-    for name, prior in priors.items():
-        if prior is None:
-            continue
-        shape = torch.Size([model.num_units])
-        if name == "noise_scale":
-            current = noise_scale(model.likelihood)
-            if current is None:
-                raise ValueError(
-                    f"`noise_prior` needs a likelihood with a noise scale; got "
-                    f"{type(model.likelihood).__name__}. Leave it out."
-                )
-            shape = current.shape
-        resolved[name] = site_prior(name, prior, shape, like)
-    return resolved
+    if noise_prior is not None:
+        noise = noise_scale(model.likelihood)
+        if noise is None:
+            raise ValueError(
+                "`noise_prior` needs a likelihood with a noise scale; got "
+                f"{type(model.likelihood).__name__}. Leave it out."
+            )
+        priors["noise_scale"] = site_prior("noise_scale", noise_prior, noise.shape, like)
+    if unit_scale_prior is not None:
+        priors["unit_scale"] = site_prior("unit_scale", unit_scale_prior, like.shape, like)
+    return priors
 
 
 def _run_chain(
-    target: Target,
-    kernel: Any,
-    num_samples: int,
-    warmup_steps: int,
-    label: str,
-    progress: bool,
+    target: Target, kernel: Any, num_samples: int, warmup_steps: int, label: str | None
 ) -> MCMCRun:
-    """One chain, without a chain dimension."""
+    """One chain. It shows a progress bar if it has a label."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     initial = {"position": target.initial_position(generator)}
     steps, step_sizes = [], []
     start, last = time.perf_counter(), {}
-    bar = tqdm(
-        total=warmup_steps + num_samples,
-        desc=label,
-        unit="draw",
-        disable=not progress,
-        file=sys.stderr,
-    )
+    length, hidden = warmup_steps + num_samples, label is None
+    bar = tqdm(total=length, desc=label, unit="draw", disable=hidden, file=sys.stderr)
 
     def hook_fn(kernel: Any, params: object, stage: str, index: int) -> None:
         if stage.startswith("Sample"):
@@ -281,25 +244,19 @@ def _run_chain(
         bar.set_postfix({"stage": stage.split()[0].lower(), **last}, refresh=False)
         bar.update()
 
-    mcmc = MCMC(
-        kernel,
-        num_samples,
-        warmup_steps,
-        initial_params=initial,
-        hook_fn=hook_fn,
-        disable_progbar=True,
-    )
+    options = {"initial_params": initial, "hook_fn": hook_fn, "disable_progbar": True}
+    mcmc = MCMC(kernel, num_samples, warmup_steps, **options)
     with bar:
         mcmc.run()
     sites = target.sites(mcmc.get_samples()["position"])
     diverging = torch.zeros(num_samples, dtype=torch.bool)
     diverging[list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
     stats = {
-        "lp": target.log_joints(sites),
         "diverging": diverging,
         "n_steps": torch.tensor(steps),
         "step_size": torch.tensor(step_sizes, dtype=torch.float64),
     }
+    sites, stats = ({n: v.unsqueeze(0) for n, v in part.items()} for part in (sites, stats))
     seconds = time.perf_counter() - start
     return MCMCRun(sites, None, stats, [float(last["acc. prob"])], [seconds])
 
@@ -308,7 +265,7 @@ def _warn_if_untrustworthy(run: MCMCRun) -> None:
     if run.num_divergences:
         warnings.warn(
             f"{run.num_divergences} of {run.num_chains * run.num_samples} transitions diverged: "
-            "parts of the posterior may be missing. Raise `target_accept_prob`.",
+            "the draws may miss parts of the posterior. Raise `target_accept_prob`.",
             stacklevel=4,
         )
     r_hat = run.max_r_hat()

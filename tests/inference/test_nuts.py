@@ -1,92 +1,19 @@
-"""NUTS and HMC: their target is Pyro's, and their draws are those of the posterior."""
+"""The draws of NUTS and HMC are those of the posterior."""
 
-import math
-
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.mcmc.util import initialize_model
+from pyro.infer import MCMC
 from torch.testing import assert_close
 
-from pyro_dak import (
-    GammaScalePrior,
-    GaussianLikelihood,
-    HorseshoePrior,
-    LaplacePrior,
-    StudentTPrior,
-    exact_posterior,
-    run_nuts,
-)
-from pyro_dak.diagnostics.weight_fits import gaussian_fit
+from pyro_dak import GaussianLikelihood, exact_posterior, run_nuts
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from pyro_dak.inference.draws import draw_posterior
 from pyro_dak.inference.mcmc.chains import effective_sample_size
-from pyro_dak.inference.mcmc.nuts import MCMCRun, _warn_if_untrustworthy, run_hmc
-from pyro_dak.inference.mcmc.target import Target
+from pyro_dak.inference.mcmc.nuts import run_hmc
 from tests import scenarios
-
-PRIORS = {
-    "normal": None,
-    "student_t": {"z": StudentTPrior(3.0)},
-    "laplace": {"z": LaplacePrior(), "mu": StudentTPrior(1.0)},  # infinite variance
-    "horseshoe": {"shrinkage": HorseshoePrior()},
-    "gamma": {"z": StudentTPrior(), "shrinkage": GammaScalePrior(2.0, 3.0)},
-    "beta": {"shrinkage": dist.Beta(torch.tensor(2.0), torch.tensor(3.0))},
-}
-
-
-@pytest.mark.parametrize(
-    ("whiten", "num_rows"), [(False, 5), (True, 5), (True, 30)], ids=str
-)  # fewer rows than weights, and more
-@pytest.mark.parametrize("prior", PRIORS.values(), ids=PRIORS)
-@pytest.mark.parametrize("likelihood", ["gaussian", "categorical", "heteroscedastic", "poisson"])
-def test_potential_is_that_of_the_pyro_model(likelihood, prior, whiten, num_rows):
-    case = scenarios.make(likelihood, prior=prior, linear_term=True, num_rows=num_rows)
-    h = case.h.detach()
-    _, potential_fn, transforms, _ = initialize_model(case.model.observe, (h, case.y))
-    target = Target(case.model, h, case.y, whiten=whiten)
-    values, expected = [], []
-    for seed in range(3):
-        position = target.initial_position(torch.Generator().manual_seed(seed))
-        values.append(target({"position": position}))
-        sites = {name: value[0] for name, value in target.sites(position.unsqueeze(0)).items()}
-        unconstrained = {
-            name: transforms[name](value) if name in transforms else value
-            for name, value in sites.items()
-        }
-        expected.append(potential_fn(unconstrained).detach())
-    # Whitening has a constant Jacobian, which is left out.
-    assert_close(torch.stack(values) - values[0], torch.stack(expected) - expected[0])
-    assert_close(values[0], expected[0])
-
-
-@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "student_t"])
-def test_potential_with_sampled_scales_adds_their_priors(likelihood):
-    case = scenarios.make(likelihood, linear_term=True)
-    priors = {
-        "noise_scale": dist.HalfNormal(torch.tensor(0.7)).expand([]).to_event(0),
-        "unit_scale": dist.LogNormal(torch.zeros(2), torch.ones(2)).to_event(1),
-    }
-    h = case.h.detach()
-    target = Target(case.model, h, case.y, priors)
-    position = target.initial_position(torch.Generator().manual_seed(0))
-    sites = target.sites(position.unsqueeze(0))
-    expected = sum(prior.log_prob(sites[name][0]) for name, prior in priors.items())
-    expected += log_likelihood(case.model, h, case.y, sites).sum()
-    for name in ("mu", "linear", "z"):
-        expected += torch.distributions.Normal(0.0, 1.0).log_prob(sites[name]).sum()
-    assert_close(target.log_joints(sites)[0], expected)
-    jacobian = sites["noise_scale"].log().sum() + sites["unit_scale"].log().sum()
-    assert_close(target({"position": position}), -expected - jacobian)
-
-
-def test_whitened_regression_is_a_standard_normal():
-    case = scenarios.gaussian_regression(num_rows=30)
-    target = Target(case.model, case.h.detach(), case.y)
-    position = torch.randn(target.num_weights)
-    centre = target({"position": torch.zeros_like(position)})
-    assert_close(target({"position": position}) - centre, 0.5 * position.square().sum())
+from tests.inference.test_target import PRIORS
 
 
 def within_monte_carlo_error(run, fit):
@@ -243,18 +170,14 @@ def test_progress_is_shown_on_stderr_when_asked_for(capsys):
     assert shown.out == ""
 
 
-def stuck_run(diverging=False):
-    sites = {"mu": torch.zeros(1, 10, 1)}
-    return MCMCRun(sites, stats={"diverging": torch.full((1, 10), diverging)})
-
-
-def test_runs_that_cannot_be_trusted_warn():
-    with pytest.warns(UserWarning, match="r-hat is inf, above 1.05: the chains have not mixed"):
-        _warn_if_untrustworthy(stuck_run())
-    run = stuck_run(diverging=True)
-    run.sites["mu"] = torch.randn(1, 1000, 1)
-    with pytest.warns(UserWarning, match="transitions diverged: .* Raise `target_accept_prob`"):
-        _warn_if_untrustworthy(run)
+def test_runs_that_cannot_be_trusted_warn(monkeypatch):
+    monkeypatch.setattr(MCMC, "diagnostics", lambda self: {"divergences": {"chain 0": [1, 3]}})
+    case = scenarios.gaussian_regression(num_outputs=1)
+    mixing = pytest.warns(UserWarning, match="above 1.05: the chains have not mixed")
+    diverged = "^2 of 4 transitions diverged: .* Raise `target_accept_prob`"
+    with mixing, pytest.warns(UserWarning, match=diverged):
+        run = run_nuts(case.model, case.x, case.y, num_samples=4, warmup_steps=0, progress=False)
+    assert run.stats["diverging"].tolist() == [[False, True, False, True]]
 
 
 @pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
@@ -277,13 +200,7 @@ def test_bad_requests_are_refused():
     positive = scenarios.make(prior={"z": dist.HalfNormal(torch.tensor(1.0))})
     with pytest.raises(NotImplementedError, match="must have the real line as its support"):
         run_nuts(positive.model, positive.x, positive.y)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_tree_depth'"):
+        run_hmc(case.model, case.x, case.y, max_tree_depth=3)
     with pytest.raises(ValueError, match="`trajectory_length` must be positive"):
         run_hmc(case.model, case.x, case.y, trajectory_length=0.0)
-
-
-def test_a_density_that_is_nowhere_finite_is_reported():
-    case = scenarios.make("categorical", num_outputs=3)
-    target = Target(case.model, case.h.detach(), case.y, whiten=False)
-    target.design.fill_(math.nan)
-    with pyro.validation_enabled(False), pytest.raises(ValueError, match="not finite at 2 starts"):
-        target.initial_position(torch.Generator(), max_tries=2)

@@ -1,0 +1,123 @@
+"""Moments of any posterior: of all weights together, and of the predictions."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Categorical
+from torch import Tensor
+
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.inference.densities import likelihoods_of_draws
+from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
+from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide, UnitBlockGuide
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import GaussianLikelihood
+
+__all__ = ["GaussianFit", "Response", "function_moments", "gaussian_fit", "response"]
+
+
+class GaussianFit(NamedTuple):
+    """Mean `(W,)` and covariance `(W, W)` of all weights of all functions.
+
+    One function stands after the other. Each has its bias, its linear terms, and then the kernel
+    weights of one unit after the other.
+    """
+
+    mean: Tensor
+    cov: Tensor
+
+    @property
+    def sd(self) -> Tensor:
+        """Standard deviations, `(W,)`."""
+        return self.cov.diagonal().sqrt()
+
+
+@torch.no_grad()
+def gaussian_fit(model: DAK, posterior: Posterior, draws: Draws | None = None) -> GaussianFit:
+    """Mean and covariance of all weights.
+
+    They are exact for the Gaussian guides of this library. For every other posterior they are
+    those of `draws`, or of 4000 draws if none are given.
+    """
+    guide = as_guide(posterior, torch.float64)
+    if isinstance(guide, GaussianGuide):
+        return GaussianFit(_flat(guide.weight_means()._asdict()), _covariance(guide))
+    if draws is None:
+        draws = draw_posterior(model, posterior, num_samples=4000, seed=0)
+    flat = _flat(draws.flat(), has_draws=True)
+    return GaussianFit(flat.mean(0), flat.mT.cov().reshape(flat.shape[-1], -1))
+
+
+def _flat(sites: Mapping[str, Any], has_draws: bool = False) -> Tensor:
+    """Weights in the order of `GaussianFit`, `(W,)` or `(S, W)`."""
+    linear = sites.get("linear")
+    parts = [sites["mu"].unsqueeze(-1), sites["z"].flatten(-2)]
+    if linear is not None:
+        parts.insert(1, linear)
+    return torch.cat(parts, -1).flatten(1 if has_draws else 0).double()
+
+
+def _covariance(guide: GaussianGuide) -> Tensor:
+    if isinstance(guide, FullRankGuide):
+        return torch.block_diag(*(guide.scale_tril @ guide.scale_tril.mT))
+    if isinstance(guide, LowRankGuide):  # its weights stand site after site
+        shapes = [guide.site_shapes[name] for name in guide.weight_sites]
+        parts = torch.arange(len(guide.loc)).split([shape.numel() for shape in shapes])
+        pairs = zip(guide.weight_sites, parts, shapes, strict=True)
+        order = _flat({name: part.reshape(shape) for name, part, shape in pairs}).long()
+        factor = guide.factor[order]
+        return factor @ factor.mT + torch.diag((2 * guide.log_scale[order]).exp())
+    scales = {n: getattr(guide, f"{n}_log_scale").exp() for n in guide.weight_sites if n != "z"}
+    if not isinstance(guide, UnitBlockGuide):
+        return torch.diag(_flat({**scales, "z": guide.z_scale}).square())
+    blocks = []
+    for c, trils in enumerate(guide.z_scale_tril):
+        blocks.append(scales["mu"][c].square())
+        if "linear" in scales:
+            blocks.append(torch.diag(scales["linear"][c].square()))
+        blocks += list(trils @ trils.mT)
+    return torch.block_diag(*blocks)
+
+
+def function_moments(model: DAK, guide: GaussianGuide, h: Tensor) -> FunctionMoments:
+    """q(f) at unit inputs h, in float64, which the guide and h must be too."""
+    return guide.moments(copy.deepcopy(model.layer).double(), h)
+
+
+class Response(NamedTuple):
+    """Mean and standard deviation of E[y | f] over a posterior, and the mean of Var[y | f].
+
+    All are `(N, C)`. E[y | f] is f for a regression and the probabilities for classes.
+    """
+
+    mean: Tensor
+    sd: Tensor
+    noise_var: Tensor
+
+
+@torch.no_grad()
+def response(model: DAK, posterior: Posterior, h: Tensor, draws: Draws) -> Response:
+    """The response at unit inputs h, `(N, P)`.
+
+    It is exact for Gaussian noise and a Gaussian guide, and otherwise that of the draws. Chunks of
+    draws are joined by the parallel formula for sums of squares, in which nothing cancels.
+    """
+    guide = as_guide(posterior, torch.float64)
+    if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide, model):
+        moments = function_moments(model, guide, h)
+        noise_var = model.likelihood.noise_scale.double().square().expand(moments.mean.shape)
+        return Response(moments.mean, moments.var.sqrt(), noise_var)
+    count, mean, squares, noise_var = 0, h.new_zeros(()), h.new_zeros(()), h.new_zeros(())
+    for p in likelihoods_of_draws(model, h, draws.flat()):
+        values, variances = p.mean, p.variance
+        if isinstance(p, Categorical):
+            values, variances = p.probs, p.probs * (1 - p.probs)
+        n, part = len(values), values.mean(0)
+        shift, weight = part - mean, n / (count + n)
+        squares = squares + (values - part).square().sum(0) + shift.square() * count * weight
+        mean = mean + shift * weight
+        noise_var = noise_var + (variances.mean(0) - noise_var) * weight
+        count += n
+    return Response(mean, (squares / max(count - 1, 1)).sqrt(), noise_var)
