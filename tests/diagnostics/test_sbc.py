@@ -51,6 +51,10 @@ def test_truths_are_draws_from_the_prior_with_its_hierarchy():
     assert {"global_shrinkage", "shrinkage[1]", "z[0,1,2]", "mu[0]"} <= set(p_values)
     weights = [p for name, p in p_values.items() if not name.startswith(("f[", "log_"))]
     assert min(weights) * len(weights) > 0.01
+    # log shrinkage is log global_shrinkage plus a term of the same variance: correlation 0.7.
+    names = ("global_shrinkage", "shrinkage[0]")
+    columns = [result.ranks[:, result.names.index(name)].double() for name in names]
+    assert torch.stack(columns).corrcoef()[0, 1] > 0.3
 
 
 def test_bins_must_divide_the_ranks():
