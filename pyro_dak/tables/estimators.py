@@ -18,7 +18,7 @@ from pyro_dak.model.likelihoods import (
     Likelihood,
 )
 from pyro_dak.tables.ensemble import Ensemble
-from pyro_dak.tables.estimator_base import TableEstimator
+from pyro_dak.tables.base import TableEstimator
 from pyro_dak.tables.predictive import (
     ClassMixture,
     StudentPrediction,
