@@ -1,8 +1,9 @@
 """What `DAKRegressor` and `DAKClassifier` share: parameters, scaling, training, prediction."""
 
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,76 +26,69 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, Member
 from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
-from pyro_dak.tables.rows import (
-    FEW_ROWS,
-    Array,
-    chunks,
-    default_batch_size,
-    default_epochs,
-    held_out_rows,
-    scales,
-    without,
-)
+from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.validation import check_integer, check_positive
 
-__all__ = ["TableEstimator"]
+__all__ = [
+    "FEW_ROWS",
+    "TableEstimator",
+    "default_batch_size",
+    "default_epochs",
+    "held_out_rows",
+    "scales",
+    "without",
+]
 
-_NUM_FOLDS = 5
-# With fewer rows than this none are held out.
+# With fewer rows than this, one held-out part is too small to calibrate on, so several are used.
+FEW_ROWS = 2000
+# With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
+_NUM_FOLDS = 5
+# More held-out rows than this would not improve the calibration.
+_MAX_HELD_OUT = 5000
+# The number of rows that are computed at a time, and how many numbers of q(f) they may have.
+_CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 
 
+@dataclass(eq=False, repr=False)
 class TableEstimator(BaseEstimator):
-    """Base of the estimators; subclasses say what targets, likelihood and calibration are."""
+    """The base of both estimators. A subclass defines targets, likelihood and calibration.
 
-    # Whether `_calibrate` looks at rows that two members have not seen.
+    The fields are the arguments of the constructor. `DAKRegressor` says what they mean.
+    """
+
+    ensemble_size: int = 1
+    hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
+    num_units: int = 16
+    level: int = 5
+    # Only `DAKRegressor` has this argument, and has it in this place.
+    heteroscedastic: bool = field(default=False, init=False)
+    epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate: float = 2e-2
+    weight_decay: float = 0.0
+    early_stopping: bool = True
+    validation_fraction: float = 0.1
+    refit: bool | None = None
+    warm_start: bool = False
+    random_state: Any = None
+    device: str = "auto"
+    progress: bool = True
+
+    # Whether `_calibrate` needs rows that two members have not seen.
     _shares_held_out_rows = False
-
-    def __init__(
-        self,
-        ensemble_size: int = 1,
-        hidden_layer_sizes: tuple[int, ...] = (64, 32, 64),
-        num_units: int = 16,
-        level: int = 5,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float = 2e-2,
-        weight_decay: float = 0.0,
-        early_stopping: bool = True,
-        validation_fraction: float = 0.1,
-        refit: bool | None = None,
-        warm_start: bool = False,
-        random_state: Any = None,
-        device: str = "auto",
-        progress: bool = True,
-    ):
-        self.ensemble_size = ensemble_size
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.num_units = num_units
-        self.level = level
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.refit = refit
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.device = device
-        self.progress = progress
 
     def _validated_targets(self, y: Any) -> Array:
         """y as an array, or an error."""
         raise NotImplementedError
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        """Learn what there is to learn of the targets before training: scales, or classes."""
+        """Learn the scales of the targets, or the classes, before training."""
         raise NotImplementedError
 
     def _targets(self, y: Array) -> Tensor:
-        """What the likelihood sees."""
+        """The targets as the likelihood expects them."""
         raise NotImplementedError
 
     def _likelihood(self) -> Likelihood:
@@ -104,15 +98,15 @@ class TableEstimator(BaseEstimator):
         raise NotImplementedError
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
-        """Scores of held-out rows, `(E, n)`, smaller is better, insensitive to calibration."""
+        """Scores of held-out rows, `(E, n)`; smaller is better, and calibration changes nothing."""
         raise NotImplementedError
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """Set what makes predictions of held-out rows as wide as their errors."""
+        """Set the factors that make predictions of held-out rows as wide as their errors."""
         raise NotImplementedError
 
     def _reset_calibration(self) -> None:
-        """Take predictions as the model makes them."""
+        """Leave predictions as the model makes them."""
         raise NotImplementedError
 
     def _check_parameters(self) -> None:
@@ -138,8 +132,11 @@ class TableEstimator(BaseEstimator):
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
+    def _seed(self) -> int:
+        return int(check_random_state(self.random_state).randint(2**31 - 1))
+
     def _plan(self, num_rows: int, seed: int) -> TrainingPlan:
-        """Batch size and epochs by the number of rows, unless given."""
+        """The settings of a run. Batch size and epochs follow the number of rows, unless given."""
         batch_size = self.batch_size or default_batch_size(num_rows)
         return TrainingPlan(
             epochs=self.epochs or default_epochs(num_rows),
@@ -151,7 +148,7 @@ class TableEstimator(BaseEstimator):
         )
 
     def _build(self, size: int, seed: int) -> Ensemble:
-        """Fresh members, each from a seed of its own, on the device."""
+        """New members on the device, each with its own seed."""
         with torch.random.fork_rng(devices=[]):
             members = [self._build_member(seed + index) for index in range(size)]
         return Ensemble(members).to(self._device(), torch.float32)
@@ -175,11 +172,11 @@ class TableEstimator(BaseEstimator):
         return model, MeanFieldGuide(model, init_scale=0.1)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Train on a table.
+        """Train on a table, and return the estimator.
 
         Args:
             X: `(N, D)`, an array or a data frame of numbers.
-            y: targets.
+            y: the targets.
             sample_weight: how often each row counts, `(N,)`; by default once.
         """
         self._check_parameters()
@@ -193,34 +190,14 @@ class TableEstimator(BaseEstimator):
         self._fit_rows(self._rows(X, y, weights), start)
         return self
 
-    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the fitted estimator to a directory of safetensors and JSON; returns its path.
-
-        Args:
-            path: a new directory; an existing one is replaced only with `overwrite`, and only if
-                it holds a saved model.
-            overwrite: whether an existing model may be replaced.
-        """
-        check_is_fitted(self)
-        return write_estimator(self, path, overwrite, None)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Any:
-        """The estimator that `save` wrote; reading it runs no code of its author.
-
-        Raises:
-            CheckpointError: naming the file and what is wrong with it.
-        """
-        return read_estimator(path, {cls.__name__: cls})[0]
-
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
-        """One pass over these rows, counted as a sample of all rows seen so far."""
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Any:
+        """Make one pass over these rows, which count as a sample of all rows seen so far."""
         self._check_parameters()
         is_first = not hasattr(self, "ensemble_")
         X, y, weights = self._validated(X, y, sample_weight, reset=is_first)
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = self._seed()
         if is_first:
-            self._set_targets(y, weights)
+            self._set_targets(y if classes is None else np.asarray(classes), weights)
             self.x_mean_, self.x_scale_ = scales(X, weights)
             self.num_rows_seen_ = 0.0
             self._reset_calibration()
@@ -232,9 +209,30 @@ class TableEstimator(BaseEstimator):
         self.history_ = train(self.ensemble_, rows, plan)
         return self
 
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the fitted estimator to a directory of safetensors and JSON, and return its path.
+
+        Args:
+            path: a new directory. An existing one is replaced only with `overwrite`, and only if
+                it holds a saved model.
+            overwrite: whether an existing model may be replaced.
+        """
+        check_is_fitted(self)
+        return write_estimator(self, path, overwrite, None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Any:
+        """The estimator that `save` wrote. Loading it runs no code from the files.
+
+        Raises:
+            CheckpointError: the message names the file and says what is wrong with it.
+        """
+        return read_estimator(path, {cls.__name__: cls})[0]
+
     def _validated(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Array, Array, Array]:
+        """Inputs, targets and weights of the rows whose weight is not zero."""
         if y is None:
             raise ValueError(
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
@@ -252,18 +250,22 @@ class TableEstimator(BaseEstimator):
         return (X, y, weights) if is_used.all() else (X[is_used], y[is_used], weights[is_used])
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
+        """The rows as tensors on the device: standardised inputs, targets and weights."""
+        x = np.empty(X.shape, dtype=np.float32)
+        for part in _chunks(len(X)):
+            x[part] = (X[part] - self.x_mean_) / self.x_scale_
+        tensors = (torch.from_numpy(x), self._targets(y), torch.from_numpy(weights).float())
         device = self._device()
-        tensors = (self._inputs(X), self._targets(y), torch.from_numpy(weights).float())
         return Rows(*(tensor.to(device) for tensor in tensors))
 
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
-        """Train on the rows: hold some out, calibrate on them, and then use them too.
+        """Train on the rows in one or two passes, and calibrate on rows that are held out.
 
-        First pass: every member trains without a held-out part, which says when to stop and how
-        wide predictions must be. With few rows, or one member, a second pass trains on all
-        rows for as long as the first one found best.
+        In the first pass every member trains without its held-out part. That part decides when to
+        stop and how wide predictions must be. With few rows, or with one member, a second pass
+        trains on all rows for as many epochs as the first pass found best.
         """
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = self._seed()
         N, E = len(rows.x), self.ensemble_size
         plan = self._plan(N, seed)
         self._reset_calibration()
@@ -299,24 +301,72 @@ class TableEstimator(BaseEstimator):
         self.history_.rows += history.rows
         self.history_.seconds += history.seconds
 
-    def _inputs(self, X: Array) -> Tensor:
-        """Standardised inputs in float32, chunk by chunk."""
-        out = np.empty(X.shape, dtype=np.float32)
-        for rows in chunks(len(X)):
-            out[rows] = (X[rows] - self.x_mean_) / self.x_scale_
-        return torch.from_numpy(out)
-
     def _moments(self, X: Any) -> Iterator[tuple[Ensemble, FunctionMoments]]:
-        """q(f) of every member, chunk by chunk of the rows, in float64.
+        """q(f) of every member, one chunk of rows after the other, in float64.
 
-        In double precision a row's prediction does not depend on the rows beside it.
+        In double precision the prediction of a row does not depend on the rows beside it.
         """
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
         ensemble = self.ensemble_.to(self._device(), torch.float64)
-        slices = chunks(len(X), len(ensemble) * ensemble.model.num_functions)
+        slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
         bar = tqdm(slices, desc="predict", delay=2, disable=not self.progress, leave=False)
         for rows in bar:
             x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
             with torch.no_grad():
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
+
+
+def default_batch_size(num_rows: int) -> int:
+    """128 rows for small tables, and up to 512 for large ones."""
+    return 128 if num_rows < FEW_ROWS else 256 if num_rows < 10_000 else 512
+
+
+def default_epochs(num_rows: int) -> int:
+    """200 epochs up to 10,000 rows, then fewer with the square root of the rows; at least 10."""
+    return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
+
+
+def scales(values: Array, weights: Array) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation of every column; 1 for the deviation of a constant."""
+    total = weights.sum()
+    mean = np.einsum("n,nd->d", weights, values, dtype=np.float64) / total
+    var = np.zeros(values.shape[1])
+    for rows in _chunks(len(values)):
+        var += np.einsum("n,nd->d", weights[rows], (values[rows] - mean) ** 2)
+    scale = np.sqrt(var / total)
+    is_constant = scale <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
+    return mean, np.where(is_constant, 1.0, scale)
+
+
+def held_out_rows(
+    num_rows: int, num_members: int, fraction: float, seed: int, overlap: bool = False
+) -> Tensor:
+    """The numbers of the rows that each member does not train on, `(E, n)`.
+
+    The parts follow each other in a random order of the rows, and start again at its end. A part
+    has at most 5,000 rows. With `overlap`, the last n // 2 rows of a part are the first rows of the
+    next member's part, so that two members have not seen them.
+    """
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+    n = min(max(1, round(fraction * num_rows)), num_rows - 1, _MAX_HELD_OUT)
+    distance = n - n // 2 if overlap else n
+    positions = torch.arange(num_members).unsqueeze(-1) * distance + torch.arange(n)
+    return order[positions % num_rows]
+
+
+def without(rows: Rows, held_out: Tensor) -> Rows:
+    """Rows in which those held out from a member have weight zero for it.
+
+    Rows that are held out from all members are left out.
+    """
+    weights = rows.weights.expand(len(held_out), -1).clone()  # (E, N)
+    weights.scatter_(1, held_out, 0.0)
+    keep = (weights > 0).any(0)
+    return Rows(rows.x[keep], rows.y[keep], weights[:, keep])
+
+
+def _chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:
+    """Slices that cover all rows. They are shorter where a row has many numbers."""
+    size = max(64, min(_CHUNK, _CHUNK_NUMBERS // numbers_per_row))
+    return [slice(start, start + size) for start in range(0, num_rows, size)]

@@ -26,8 +26,8 @@ from pyro_dak.tables.predictive import (
     fit_student,
     mixture_factor,
 )
-from pyro_dak.tables.rows import (
-    chunks,
+from pyro_dak.tables.base import (
+    _chunks as chunks,
     default_batch_size,
     default_epochs,
     held_out_rows,
