@@ -26,7 +26,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, Member
 from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
-from pyro_dak.tables.predictive import Array
+from pyro_dak.tables.predictive import Array, check_probability
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.validation import check_integer, check_positive
 
@@ -49,6 +49,8 @@ _NUM_FOLDS = 5
 _MAX_HELD_OUT = 5000
 # The number of rows that are computed at a time, and how many numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
+# Inputs of these types are taken as they are; others become the first.
+_DTYPES = [np.float64, np.float32]
 
 
 @dataclass(eq=False, repr=False)
@@ -91,10 +93,8 @@ class TableEstimator(BaseEstimator):
         """The targets as the likelihood expects them."""
         raise NotImplementedError
 
-    def _likelihood(self) -> Likelihood:
-        raise NotImplementedError
-
-    def _num_outputs(self) -> int:
+    def _likelihood(self) -> tuple[Likelihood, int]:
+        """The likelihood, and the number of outputs."""
         raise NotImplementedError
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
@@ -115,17 +115,14 @@ class TableEstimator(BaseEstimator):
         for name in ("epochs", "batch_size"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        check_positive("learning_rate", self.learning_rate)
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"`validation_fraction` must lie between 0 and 1; got {self.validation_fraction}."
-            )
         if len(self.hidden_layer_sizes) == 0:
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
+        check_positive("learning_rate", self.learning_rate)
+        if not self.weight_decay >= 0:
+            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
+        check_probability("validation_fraction", self.validation_fraction)
 
     def _device(self) -> torch.device:
         if self.device == "auto":
@@ -160,13 +157,9 @@ class TableEstimator(BaseEstimator):
         for width in self.hidden_layer_sizes:
             layers += [nn.Linear(width_in, width), nn.ReLU()]
             width_in = width
+        network, (likelihood, num_outputs) = nn.Sequential(*layers), self._likelihood()
         model = DAK(
-            nn.Sequential(*layers),
-            feature_dim=width_in,
-            num_units=self.num_units,
-            num_outputs=self._num_outputs(),
-            level=self.level,
-            likelihood=self._likelihood(),
+            network, width_in, self.num_units, num_outputs, level=self.level, likelihood=likelihood
         )
         model.input_shape = (self.n_features_in_,)
         return model, MeanFieldGuide(model, init_scale=0.1)
@@ -179,12 +172,8 @@ class TableEstimator(BaseEstimator):
             y: the targets.
             sample_weight: how often each row counts, `(N,)`; by default once.
         """
-        self._check_parameters()
         is_warm = self.warm_start and hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, reset=not is_warm)
-        if not is_warm:
-            self._set_targets(y, weights)
-            self.x_mean_, self.x_scale_ = scales(X, weights)
+        X, y, weights = self._validated(X, y, sample_weight, is_first=not is_warm)
         self.num_rows_seen_ = float(weights.sum())
         start = self.ensemble_ if is_warm and len(self.ensemble_) == self.ensemble_size else None
         self._fit_rows(self._rows(X, y, weights), start)
@@ -192,13 +181,10 @@ class TableEstimator(BaseEstimator):
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Any:
         """Make one pass over these rows, which count as a sample of all rows seen so far."""
-        self._check_parameters()
         is_first = not hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, reset=is_first)
+        X, y, weights = self._validated(X, y, sample_weight, is_first, classes)
         seed = self._seed()
         if is_first:
-            self._set_targets(y if classes is None else np.asarray(classes), weights)
-            self.x_mean_, self.x_scale_ = scales(X, weights)
             self.num_rows_seen_ = 0.0
             self._reset_calibration()
             self.ensemble_ = self._build(self.ensemble_size, seed)
@@ -230,24 +216,32 @@ class TableEstimator(BaseEstimator):
         return read_estimator(path, {cls.__name__: cls})[0]
 
     def _validated(
-        self, X: Any, y: Any, sample_weight: Any, reset: bool
+        self, X: Any, y: Any, sample_weight: Any, is_first: bool, classes: Any = None
     ) -> tuple[Array, Array, Array]:
-        """Inputs, targets and weights of the rows whose weight is not zero."""
+        """Inputs, targets and weights of the rows whose weight is not zero.
+
+        At the first call the scales of the columns are learned too, and those of the targets, or
+        their classes.
+        """
+        self._check_parameters()
         if y is None:
             raise ValueError(
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = validate_data(
-            self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2
-        )
+        X = validate_data(self, X, reset=is_first, dtype=_DTYPES, ensure_min_samples=2)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if not weights.sum() > 0:
             raise ValueError("Sample weights must contain at least one non-zero number.")
         is_used = weights > 0
-        return (X, y, weights) if is_used.all() else (X[is_used], y[is_used], weights[is_used])
+        if not is_used.all():
+            X, y, weights = X[is_used], y[is_used], weights[is_used]
+        if is_first:
+            self._set_targets(y if classes is None else np.asarray(classes), weights)
+            self.x_mean_, self.x_scale_ = scales(X, weights)
+        return X, y, weights
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
         """The rows as tensors on the device: standardised inputs, targets and weights."""
@@ -307,7 +301,7 @@ class TableEstimator(BaseEstimator):
         In double precision the prediction of a row does not depend on the rows beside it.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        X = validate_data(self, X, reset=False, dtype=_DTYPES)
         ensemble = self.ensemble_.to(self._device(), torch.float64)
         slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
         bar = tqdm(slices, desc="predict", delay=2, disable=not self.progress, leave=False)

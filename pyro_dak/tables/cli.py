@@ -53,16 +53,10 @@ app = typer.Typer(
 )
 
 ModelPath = Annotated[Path, typer.Argument(help="The directory that [bold]fit[/bold] has written.")]
-Delimiter = Annotated[
-    str | None,
-    typer.Option(help="The character between columns of a CSV file; by default a comma."),
-]
+Delimiter = Annotated[str | None, typer.Option(help="Separates columns of a CSV; else a comma.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace output that exists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no messages.")]
-Unknown = Annotated[
-    bool,
-    typer.Option("--ignore-unknown", help="Treat unknown categories as none of the known ones."),
-]
+Unknown = Annotated[bool, typer.Option("--ignore-unknown", help="Allow unknown categories.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -91,10 +85,11 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except KeyboardInterrupt:
             _say("Interrupted.")
-        except (CheckpointError, ImportError, OSError, TableError) as error:
-            _say(f"Error: {_one_line(error)}")
         except Exception as error:
-            _say(f"Error: {_one_line(error)} (`pyro-dak --debug ...` shows where.)")
+            is_expected = isinstance(error, CheckpointError | ImportError | OSError | TableError)
+            message = " ".join(str(error).split()) or type(error).__name__
+            hint = "" if is_expected else " (`pyro-dak --debug ...` shows where.)"
+            _say(f"Error: {message}{hint}")
         raise typer.Exit(1)
 
     return wrapped
@@ -102,11 +97,6 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
 
 def _version() -> str:
     return importlib.metadata.version("pyro_dak")
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
 
 
 def _say(text: str) -> None:
@@ -119,29 +109,21 @@ def fit(
     table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with the training rows.")],
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
-    task: Annotated[
-        str | None,
-        typer.Option(help="regression or classification; by default found from the target."),
-    ] = None,
-    ensemble_size: Annotated[
-        int, typer.Option(help="The number of networks, which are trained together.", min=1)
-    ] = 1,
-    epochs: Annotated[
-        int | None, typer.Option(help="Passes over the rows; by default 10 to 200.", min=1)
-    ] = None,
-    drop: Annotated[
-        list[str] | None, typer.Option(help="A column to leave out; may be repeated.")
-    ] = None,
-    categorical: Annotated[
-        list[str] | None,
-        typer.Option(help="A column to read as categories; may be repeated."),
-    ] = None,
+    task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
+    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
+    categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
     delimiter: Delimiter = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same model.", min=0)] = 0,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Learn to predict one column of a table from the others."""
+    """Learn to predict one column of a table from the others.
+
+    The task is found from the target unless it is given. `--drop` and `--categorical` may be given
+    several times.
+    """
     if task not in (None, "regression", "classification"):
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
     check_path(out, force, "--force")
@@ -169,9 +151,7 @@ def fit(
 def predict(
     model: ModelPath,
     table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows to predict.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The file for the predictions; by default stdout.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file for predictions; else stdout.")] = None,
     level: Annotated[float, typer.Option(help="The probability of the interval.")] = 0.9,
     delimiter: Delimiter = None,
     ignore_unknown: Unknown = False,
@@ -248,15 +228,15 @@ def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, A
         "epochs": len(estimator.history_.rows),
     }
     best = estimator.history_.best_epoch
-    if best is not None:
-        score = estimator.history_.rows[best - 1]["val_score"]
-        if schema.task == "regression":  # from standardised targets to a density of the target
+    score = None if best is None else estimator.history_.rows[best - 1]["val_score"]
+    if schema.task == "classification":
+        facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
+    else:
+        if score is not None:  # it lacks a constant, and is that of standardised targets
             score += 0.5 * math.log(2 * math.pi) + math.log(float(estimator.y_scale_[0]))
-        facts["held-out NLPD" if schema.task == "regression" else "held-out Brier score"] = score
-    facts["calibration"] = estimator.calibration_
-    if schema.task == "regression":
         df = estimator.tail_df_
-        facts["tails"] = "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
+        tails = "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
+        facts |= {"held-out NLPD": score, "calibration": estimator.calibration_, "tails": tails}
     return facts | {"pyro_dak": extra.get("version")}
 
 
@@ -345,6 +325,6 @@ def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False)
         return
     grid = Table(show_header=False, box=None)
     for name, value in pairs.items():
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         grid.add_row(name, Text(text, overflow="fold"))
     console.print(grid)

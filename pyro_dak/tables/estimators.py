@@ -78,12 +78,9 @@ class DAKRegressor(RegressorMixin, TableEstimator):
 
     _shares_held_out_rows = True
 
-    def _likelihood(self) -> Likelihood:
+    def _likelihood(self) -> tuple[Likelihood, int]:
         kind = HeteroscedasticLikelihood if self.heteroscedastic else GaussianLikelihood
-        return kind(0.5)
-
-    def _num_outputs(self) -> int:
-        return len(self.y_mean_)
+        return kind(0.5), len(self.y_mean_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -105,11 +102,11 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         return y
 
     def _targets(self, y: Array) -> Tensor:
-        columns = y.reshape(len(y), -1).astype(np.float64)
-        return torch.from_numpy((columns - self.y_mean_) / self.y_scale_).float()
+        standardized = (y.reshape(len(y), -1) - self.y_mean_) / self.y_scale_
+        return torch.from_numpy(standardized).float()
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        self.y_mean_, self.y_scale_ = scales(y.reshape(len(y), -1).astype(np.float64), weights)
+        self.y_mean_, self.y_scale_ = scales(y.reshape(len(y), -1), weights)
         self.is_multi_output_ = y.ndim == 2
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
@@ -217,11 +214,8 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
             raise ValueError(f"`y` has labels that are not among the classes: {unknown}.")
         return torch.from_numpy(labels)
 
-    def _likelihood(self) -> Likelihood:
-        return CategoricalLikelihood()
-
-    def _num_outputs(self) -> int:
-        return len(self.classes_)
+    def _likelihood(self) -> tuple[Likelihood, int]:
+        return CategoricalLikelihood(), len(self.classes_)
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
         """Brier score of each row."""

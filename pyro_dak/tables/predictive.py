@@ -15,6 +15,7 @@ __all__ = [
     "Array",
     "ClassMixture",
     "StudentPrediction",
+    "check_probability",
     "covering_scale",
     "fit_student",
     "mixture_factor",
@@ -63,12 +64,12 @@ class StudentPrediction:
 
     def quantile(self, q: float) -> Array:
         """The q-quantile of y."""
-        _check_probability("q", q)
+        check_probability("q", q)
         return self.mean + _unit_quantile(q, self.df) * self.scale
 
     def interval(self, level: float = 0.9) -> tuple[Array, Array]:
         """The lower and the upper end of the central interval with probability `level`."""
-        _check_probability("level", level)
+        check_probability("level", level)
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def cdf(self, y: Any) -> Array:
@@ -192,6 +193,7 @@ def _unit_quantile(q: float, df: float) -> float:
     return ndtri(q) if math.isinf(df) else stdtrit(df, q)
 
 
-def _check_probability(name: str, value: float) -> None:
+def check_probability(name: str, value: float) -> None:
+    """Raise unless `value` lies between 0 and 1."""
     if not 0 < value < 1:
         raise ValueError(f"`{name}` must lie strictly between 0 and 1; got {value}.")
