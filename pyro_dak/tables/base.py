@@ -1,6 +1,5 @@
 """What `DAKRegressor` and `DAKClassifier` share: parameters, scaling, training, prediction."""
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -27,26 +26,21 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, Member
 from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
 from pyro_dak.tables.predictive import Array, check_probability
+from pyro_dak.tables.rows import (
+    FEW_ROWS,
+    default_batch_size,
+    default_epochs,
+    held_out_rows,
+    without,
+)
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.validation import check_integer, check_positive
 
-__all__ = [
-    "FEW_ROWS",
-    "TableEstimator",
-    "default_batch_size",
-    "default_epochs",
-    "held_out_rows",
-    "scales",
-    "without",
-]
+__all__ = ["Parameters", "TableEstimator", "scales"]
 
-# With fewer rows than this, one held-out part is too small to calibrate on, so several are used.
-FEW_ROWS = 2000
 # With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
 _NUM_FOLDS = 5
-# More held-out rows than this would not improve the calibration.
-_MAX_HELD_OUT = 5000
 # The number of rows that are computed at a time, and how many numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Inputs of these types are taken as they are; others become the first.
@@ -54,17 +48,14 @@ _DTYPES = [np.float64, np.float32]
 
 
 @dataclass(eq=False, repr=False)
-class TableEstimator(BaseEstimator):
-    """The base of both estimators. A subclass defines targets, likelihood and calibration.
-
-    The fields are the arguments of the constructor. `DAKRegressor` says what they mean.
-    """
+class Parameters:
+    """The arguments of the estimators, of which `DAKRegressor` says what they mean."""
 
     ensemble_size: int = 1
     hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
     num_units: int = 16
     level: int = 5
-    # Only `DAKRegressor` has this argument, and has it in this place.
+    # Only the regressor has this argument; it has it in this place.
     heteroscedastic: bool = field(default=False, init=False)
     epochs: int | None = None
     batch_size: int | None = None
@@ -77,6 +68,10 @@ class TableEstimator(BaseEstimator):
     random_state: Any = None
     device: str = "auto"
     progress: bool = True
+
+
+class TableEstimator(Parameters, BaseEstimator):
+    """The base of both estimators. A subclass defines targets, likelihood and calibration."""
 
     # Whether `_calibrate` needs rows that two members have not seen.
     _shares_held_out_rows = False
@@ -311,16 +306,6 @@ class TableEstimator(BaseEstimator):
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
 
 
-def default_batch_size(num_rows: int) -> int:
-    """128 rows for small tables, and up to 512 for large ones."""
-    return 128 if num_rows < FEW_ROWS else 256 if num_rows < 10_000 else 512
-
-
-def default_epochs(num_rows: int) -> int:
-    """200 epochs up to 10,000 rows, then fewer with the square root of the rows; at least 10."""
-    return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
-
-
 def scales(values: Array, weights: Array) -> tuple[Array, Array]:
     """Weighted mean and standard deviation of every column; 1 for the deviation of a constant."""
     total = weights.sum()
@@ -331,33 +316,6 @@ def scales(values: Array, weights: Array) -> tuple[Array, Array]:
     scale = np.sqrt(var / total)
     is_constant = scale <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
     return mean, np.where(is_constant, 1.0, scale)
-
-
-def held_out_rows(
-    num_rows: int, num_members: int, fraction: float, seed: int, overlap: bool = False
-) -> Tensor:
-    """The numbers of the rows that each member does not train on, `(E, n)`.
-
-    The parts follow each other in a random order of the rows, and start again at its end. A part
-    has at most 5,000 rows. With `overlap`, the last n // 2 rows of a part are the first rows of the
-    next member's part, so that two members have not seen them.
-    """
-    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-    n = min(max(1, round(fraction * num_rows)), num_rows - 1, _MAX_HELD_OUT)
-    distance = n - n // 2 if overlap else n
-    positions = torch.arange(num_members).unsqueeze(-1) * distance + torch.arange(n)
-    return order[positions % num_rows]
-
-
-def without(rows: Rows, held_out: Tensor) -> Rows:
-    """Rows in which those held out from a member have weight zero for it.
-
-    Rows that are held out from all members are left out.
-    """
-    weights = rows.weights.expand(len(held_out), -1).clone()  # (E, N)
-    weights.scatter_(1, held_out, 0.0)
-    keep = (weights > 0).any(0)
-    return Rows(rows.x[keep], rows.y[keep], weights[:, keep])
 
 
 def _chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:

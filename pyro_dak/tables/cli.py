@@ -27,7 +27,7 @@ from rich.text import Text
 from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve
 from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
-from pyro_dak.diagnostics.scores import accuracy, brier_score, categorical_nll, rmse
+from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
 from pyro_dak.tables.files import TableError, check_writable, read_table, replacing, write_table
 from pyro_dak.tables.predictive import Array
@@ -103,6 +103,11 @@ def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
+def _has_bars(quiet: bool) -> bool:
+    """Whether to show progress bars: they are for terminals, and would fill a file with lines."""
+    return not quiet and sys.stderr.isatty()
+
+
 @app.command()
 @_failing_clearly
 def fit(
@@ -136,8 +141,8 @@ def fit(
         if schema.task == "classification" and len(np.unique(y.astype(str))) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
     kind = DAKClassifier if schema.task == "classification" else DAKRegressor
-    estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=not quiet)
-    if not quiet:  # while it runs, training shows a bar of its own below this line
+    estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
+    if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
         _say(f"Learning `{target}` from {len(X)} rows ...")
     estimator.fit(X, y)
     extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
@@ -268,9 +273,10 @@ def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evalu
         raise TableError(f"target has classes that were not there in training: {unknown[:5]}.")
     labels = torch.tensor([position[label] for label in y.tolist()])
     probs = torch.from_numpy(estimator.predict_proba(X))
+    at_label = probs.gather(-1, labels.unsqueeze(-1))
     scores = {
         "accuracy": float(accuracy(labels, probs)),
-        "nll": float(categorical_nll(labels, probs.clamp(min=1e-300))),
+        "nll": float(-at_label.clamp(min=1e-300).log().mean()),
         "brier": float(brier_score(labels, probs)),
     }
     return scores, lambda ax: plot_reliability(labels, probs, ax=ax)
@@ -303,7 +309,7 @@ def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
         raise CheckpointError(
             f"{model}: was not written by `pyro-dak fit`, so its table is unknown."
         )
-    estimator.set_params(progress=not quiet, device="auto")
+    estimator.set_params(progress=_has_bars(quiet), device="auto")
     try:
         return estimator, Schema.from_json(extra["table"]), extra
     except ValueError as error:

@@ -18,7 +18,7 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.tables.base import TableEstimator, scales
+from pyro_dak.tables.base import Parameters, TableEstimator, scales
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.tables.predictive import (
     Array,
@@ -36,7 +36,11 @@ _NUM_DRAWS = 32
 
 
 @dataclass(eq=False, repr=False)
-class DAKRegressor(RegressorMixin, TableEstimator):
+class _RegressorParameters(Parameters):
+    heteroscedastic: bool = True
+
+
+class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
     """Regression with error bars: a network whose last layer is an additive Gaussian process.
 
     Inputs and targets are standardised. The noise may differ from row to row. A part of the rows is
@@ -73,8 +77,6 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         n_features_in_: the number of columns.
         feature_names_in_: the names of the columns, if `fit` was given a data frame.
     """
-
-    heteroscedastic: bool = True
 
     _shares_held_out_rows = True
 

@@ -33,10 +33,6 @@ def read_table(path: str | Path, delimiter: str | None = None) -> pd.DataFrame:
     is_parquet = path.suffix.lower() in _PARQUET
     table = _read_parquet(path) if is_parquet else _read_csv(path, delimiter or ",")
     table.columns = table.columns.map(str)
-    is_repeated = table.columns.duplicated()
-    if is_repeated.any():
-        name = table.columns[is_repeated][0]
-        raise TableError(f"{path}: has several columns called `{name}`; rename them.")
     if len(table) == 0:
         raise TableError(f"{path}: has no rows.")
     return table

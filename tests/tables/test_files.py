@@ -20,9 +20,9 @@ def test_a_written_table_is_read_back(name, tmp_path):
     assert len(read_table(tmp_path / name)) == 1
 
 
-def test_repeated_names_are_refused(tmp_path):
+def test_repeated_names_in_parquet_are_refused(tmp_path):
     parquet.write_table(pyarrow.table([[1], [2]], names=["a", "a"]), tmp_path / "t.parquet")
-    with pytest.raises(TableError, match=r"Parquet|several columns called `a`"):
+    with pytest.raises(TableError, match="cannot be read as Parquet"):
         read_table(tmp_path / "t.parquet")
 
 
