@@ -49,13 +49,13 @@ _DTYPES = [np.float64, np.float32]
 
 @dataclass(eq=False, repr=False)
 class Parameters:
-    """The arguments of the estimators, of which `DAKRegressor` says what they mean."""
+    """The arguments of the estimators. `DAKRegressor` explains them."""
 
     ensemble_size: int = 1
     hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
     num_units: int = 16
     level: int = 5
-    # Only the regressor has this argument; it has it in this place.
+    # Only the regressor takes this argument. It stands here to keep its place among the others.
     heteroscedastic: bool = field(default=False, init=False)
     epochs: int | None = None
     batch_size: int | None = None
@@ -101,7 +101,7 @@ class TableEstimator(Parameters, BaseEstimator):
         raise NotImplementedError
 
     def _reset_calibration(self) -> None:
-        """Leave predictions as the model makes them."""
+        """Set the factors that leave predictions as the model makes them."""
         raise NotImplementedError
 
     def _check_parameters(self) -> None:
