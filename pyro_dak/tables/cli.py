@@ -1,29 +1,38 @@
 """The command line: `pyro-dak fit`, `predict`, `evaluate`, `info`.
 
-Data go to stdout or a file, messages and progress to stderr. Exit codes: 0 fine, 1 failure with one
-line that says what is wrong, 2 wrong usage. Existing output is replaced only with `--force`.
+Data go to stdout or to a file; messages and progress go to stderr. The exit code is 0 if all went
+well, 1 after a failure, with one line that says what is wrong, and 2 after wrong usage. Output that
+exists is replaced only with `--force`.
 """
 
 import functools
 import importlib.metadata
 import json
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pyro_dak.diagnostics.arviz import import_optional
+from pyro_dak.diagnostics.calibration import coverage_curve
+from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
+from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
-from pyro_dak.tables.files import TableError, check_writable, read_table, write_table
+from pyro_dak.tables.files import TableError, check_writable, read_table, replacing, write_table
+from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import check_path, read_estimator, write_estimator
 from pyro_dak.tables.schema import Schema, inputs, learn_schema, targets
-from pyro_dak.tables.scores import calibration_plot, class_scores, regression_scores
 from pyro_dak.training.checkpoint import CheckpointError
 
 __all__ = ["app"]
@@ -31,7 +40,7 @@ __all__ = ["app"]
 _LEAST_ROWS = 10
 _ESTIMATORS = {"DAKClassifier": DAKClassifier, "DAKRegressor": DAKRegressor}
 
-# Set by the options in front of the command, at every call.
+# The options in front of the command set this at every call.
 _settings = {"debug": False}
 
 app = typer.Typer(
@@ -43,18 +52,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-ModelPath = Annotated[Path, typer.Argument(help="Directory written by [bold]fit[/bold].")]
-Delimiter = Annotated[str | None, typer.Option(help="Of a CSV file; a comma.")]
+ModelPath = Annotated[Path, typer.Argument(help="The directory that [bold]fit[/bold] has written.")]
+Delimiter = Annotated[str | None, typer.Option(help="Separates columns of a CSV; else a comma.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace output that exists.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no messages.")]
-Unknown = Annotated[
-    bool, typer.Option("--ignore-unknown", help="Take unknown categories as none of the known.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no messages.")]
+Unknown = Annotated[bool, typer.Option("--ignore-unknown", help="Allow unknown categories.")]
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     _settings["debug"] = debug
@@ -64,7 +71,7 @@ def _root(
 
 
 def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors become one line on stderr and exit code 1, unless --debug."""
+    """A command whose errors become one line on stderr and exit code 1, except with --debug."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -78,10 +85,11 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except KeyboardInterrupt:
             _say("Interrupted.")
-        except (CheckpointError, OSError, TableError) as error:
-            _say(f"Error: {_one_line(error)}")
         except Exception as error:
-            _say(f"Error: {_one_line(error)} (`pyro-dak --debug ...` shows where.)")
+            is_expected = isinstance(error, CheckpointError | ImportError | OSError | TableError)
+            message = " ".join(str(error).split()) or type(error).__name__
+            hint = "" if is_expected else " (`pyro-dak --debug ...` shows where.)"
+            _say(f"Error: {message}{hint}")
         raise typer.Exit(1)
 
     return wrapped
@@ -91,37 +99,39 @@ def _version() -> str:
     return importlib.metadata.version("pyro_dak")
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__
-
-
 def _say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def _has_bars(quiet: bool) -> bool:
+    """Whether to show progress bars: they are for terminals, and would fill a file with lines."""
+    return not quiet and sys.stderr.isatty()
 
 
 @app.command()
 @_failing_clearly
 def fit(
-    table: Annotated[Path, typer.Argument(help="CSV or Parquet file with the training rows.")],
-    target: Annotated[str, typer.Option(help="Column to predict.")],
-    out: Annotated[Path, typer.Option(help="Directory for the model.")],
-    task: Annotated[
-        str | None, typer.Option(help="regression or classification; found from the target.")
-    ] = None,
-    ensemble_size: Annotated[int, typer.Option(help="Networks, trained in one pass.", min=1)] = 1,
+    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with the training rows.")],
+    target: Annotated[str, typer.Option(help="The column to predict.")],
+    out: Annotated[Path, typer.Option(help="The directory for the model.")],
+    task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
+    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 1,
     epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
-    drop: Annotated[list[str] | None, typer.Option(help="Column to leave out.")] = None,
-    categorical: Annotated[list[str] | None, typer.Option(help="Column of categories.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
+    categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
     delimiter: Delimiter = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same model.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same model.", min=0)] = 0,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Learn to predict a column of a table from the others."""
+    """Learn to predict one column of a table from the others.
+
+    The task is found from the target unless it is given. `--drop` and `--categorical` may be given
+    several times.
+    """
     if task not in (None, "regression", "classification"):
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
-    _check_model_path(out, force)
+    check_path(out, force, "--force")
     frame = read_table(table, delimiter)
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
@@ -131,29 +141,29 @@ def fit(
         if schema.task == "classification" and len(np.unique(y.astype(str))) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
     kind = DAKClassifier if schema.task == "classification" else DAKRegressor
-    estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=not quiet)
-    if not quiet:
-        _say(f"{schema.task} of `{target}` from {X.shape[1]} columns of numbers, {len(X)} rows")
+    estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
+    if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
+        _say(f"Learning `{target}` from {len(X)} rows ...")
     estimator.fit(X, y)
     extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
     write_estimator(estimator, out, force, extra)
     if not quiet:
-        _say(f"Saved to {out}")
+        _print_pairs(_facts(estimator, schema, extra) | {"saved to": out}, Console(stderr=True))
 
 
 @app.command()
 @_failing_clearly
 def predict(
     model: ModelPath,
-    table: Annotated[Path, typer.Argument(help="CSV or Parquet file with rows to predict.")],
-    out: Annotated[Path | None, typer.Option(help="File for the predictions; stdout.")] = None,
-    level: Annotated[float, typer.Option(help="Probability of the interval.")] = 0.9,
+    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows to predict.")],
+    out: Annotated[Path | None, typer.Option(help="The file for predictions; else stdout.")] = None,
+    level: Annotated[float, typer.Option(help="The probability of the interval.")] = 0.9,
     delimiter: Delimiter = None,
     ignore_unknown: Unknown = False,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict rows: mean, std and interval, or class probabilities."""
+    """Predict rows: mean, standard deviation and interval, or class probabilities."""
     if not 0 < level < 1:
         raise typer.BadParameter("must lie between 0 and 1.", param_hint="--level")
     if out is not None:
@@ -179,82 +189,127 @@ def predict(
 @_failing_clearly
 def evaluate(
     model: ModelPath,
-    table: Annotated[Path, typer.Argument(help="CSV or Parquet file with rows and targets.")],
-    plot: Annotated[Path | None, typer.Option(help="File for a calibration plot.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Scores as JSON.")] = False,
+    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows and targets.")],
+    plot: Annotated[Path | None, typer.Option(help="The file for a calibration plot.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
     delimiter: Delimiter = None,
     ignore_unknown: Unknown = False,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score predictions of rows whose targets are known."""
+    """Score the predictions of rows whose targets are known."""
     if plot is not None:
         check_writable(plot, force)
     estimator, schema, _ = _load(model, quiet)
     frame, X = _inputs(table, schema, delimiter, ignore_unknown)
     with _naming(table):
         y = targets(frame, schema)
-        if isinstance(estimator, DAKRegressor):
-            scores, curve = regression_scores(estimator.predict_dist(X), y)
-        else:
-            scores, curve = class_scores(estimator.predict_proba(X), y, estimator.classes_)
+        score = _score_regression if isinstance(estimator, DAKRegressor) else _score_classes
+        scores, draw = score(estimator, X, y)
     if plot is not None:
-        calibration_plot(curve, plot)
-    _print_pairs(scores, as_json)
+        _write_plot(draw, plot)
+    _print_pairs({"rows": len(y)} | scores, Console(), as_json)
 
 
 @app.command()
 @_failing_clearly
 def info(
     model: ModelPath,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     """Say what a model is: its task, columns and training."""
-    estimator, schema, extra = _load(model, True)
-    _print_pairs(
-        {
-            "task": schema.task,
-            "target": schema.target,
-            "numeric columns": len(schema.medians),
-            "text columns": len(schema.categories),
-            "training rows": extra.get("num_rows"),
-            "networks": estimator.ensemble_size,
-            "epochs": len(estimator.history_.rows),
-            "calibration": estimator.calibration_,
-            "pyro_dak": extra.get("version"),
-        },
-        as_json,
-    )
+    _print_pairs(_facts(*_load(model, True)), Console(), as_json)
 
 
-class _naming:
-    """Errors about a table inside get the name of its file."""
+def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
+    """What was learned, by name: `fit` prints it at its end, and `info` later."""
+    facts = {
+        "task": schema.task,
+        "target": schema.target,
+        "numeric columns": len(schema.medians),
+        "text columns": len(schema.categories),
+        "training rows": extra.get("num_rows"),
+        "networks": estimator.ensemble_size,
+        "epochs": len(estimator.history_.rows),
+    }
+    best = estimator.history_.best_epoch
+    score = None if best is None else estimator.history_.rows[best - 1]["val_score"]
+    if schema.task == "classification":
+        facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
+    else:
+        if score is not None:  # it lacks a constant, and is that of standardised targets
+            score += 0.5 * math.log(2 * math.pi) + math.log(float(estimator.y_scale_[0]))
+        df = estimator.tail_df_
+        tails = "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
+        facts |= {"held-out NLPD": score, "calibration": estimator.calibration_, "tails": tails}
+    return facts | {"pyro_dak": extra.get("version")}
 
-    def __init__(self, path: Path):
-        self.path = path
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, TableError):
-            raise TableError(f"{self.path}: {error}") from error
+# The scores of a table, and a function that draws their calibration into axes.
+Evaluation = tuple[dict[str, float], Callable[[Any], Any]]
 
 
-def _check_model_path(out: Path, force: bool) -> None:
+def _score_regression(estimator: DAKRegressor, X: pd.DataFrame, y: Array) -> Evaluation:
+    prediction = estimator.predict_dist(X)
+    residuals = y - prediction.mean
+    spread = float(np.sum((y - y.mean()) ** 2))
+    pit = torch.from_numpy(prediction.cdf(y))
+    levels = (0.5, 0.9, 0.95)
+    coverage = coverage_curve(pit, torch.tensor(levels, dtype=pit.dtype)).tolist()
+    scores = {
+        "rmse": float(rmse(torch.from_numpy(y), torch.from_numpy(prediction.mean))),
+        "mae": float(np.mean(np.abs(residuals))),
+        "r2": 1 - float(np.sum(residuals**2)) / spread if spread > 0 else math.nan,
+        "nlpd": float(-prediction.log_prob(y).mean()),
+    }
+    scores |= {f"coverage_{100 * p:.0f}": c for p, c in zip(levels, coverage, strict=True)}
+    return scores, lambda ax: plot_coverage(pit, ax=ax)
+
+
+def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evaluation:
+    position = {label: k for k, label in enumerate(estimator.classes_.tolist())}
+    unknown = sorted({str(label) for label in y.tolist() if label not in position})
+    if unknown:
+        raise TableError(f"target has classes that were not there in training: {unknown[:5]}.")
+    labels = torch.tensor([position[label] for label in y.tolist()])
+    probs = torch.from_numpy(estimator.predict_proba(X))
+    at_label = probs.gather(-1, labels.unsqueeze(-1))
+    scores = {
+        "accuracy": float(accuracy(labels, probs)),
+        "nll": float(-at_label.clamp(min=1e-300).log().mean()),
+        "brier": float(brier_score(labels, probs)),
+    }
+    return scores, lambda ax: plot_reliability(labels, probs, ax=ax)
+
+
+def _write_plot(draw: Callable[[Any], Any], path: Path) -> None:
+    """Draw into new axes and write them to a file of the type that its name ends in."""
+    figure = import_optional("matplotlib.figure").Figure(figsize=(4, 4), layout="constrained")
+    draw(figure.add_subplot())
+    kind = path.suffix.lower().lstrip(".") or "png"
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise TableError(f"{path}: cannot be drawn as `{kind}`; use .png, .pdf or .svg.")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the name of the file in front of errors about the table in it."""
     try:
-        check_path(out, force)
-    except FileExistsError as error:
-        raise TableError(str(error).replace("pass overwrite=True", "pass --force")) from error
+        yield
+    except TableError as error:
+        raise TableError(f"{path}: {error}") from error
 
 
 def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
+    """The estimator, the schema of its table, and all that was stored with them."""
     estimator, extra = read_estimator(model, _ESTIMATORS)
     if not extra or "table" not in extra:
         raise CheckpointError(
             f"{model}: was not written by `pyro-dak fit`, so its table is unknown."
         )
-    estimator.set_params(progress=not quiet, device="auto")
+    estimator.set_params(progress=_has_bars(quiet), device="auto")
     try:
         return estimator, Schema.from_json(extra["table"]), extra
     except ValueError as error:
@@ -264,16 +319,18 @@ def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
 def _inputs(
     path: Path, schema: Schema, delimiter: str | None, ignore_unknown: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A table, and its inputs as numbers."""
     frame = read_table(path, delimiter)
     with _naming(path):
         return frame, inputs(frame, schema, ignore_unknown)
 
 
-def _print_pairs(pairs: dict[str, Any], as_json: bool) -> None:
+def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(pairs, indent=1))
         return
     grid = Table(show_header=False, box=None)
     for name, value in pairs.items():
-        grid.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(grid)
+        text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        grid.add_row(name, Text(text, overflow="fold"))
+    console.print(grid)

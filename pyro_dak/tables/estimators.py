@@ -1,6 +1,7 @@
 """`DAKRegressor` and `DAKClassifier`: deep additive kernels as scikit-learn estimators."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,106 +18,71 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
+from pyro_dak.tables.base import Parameters, TableEstimator, scales
 from pyro_dak.tables.ensemble import Ensemble
-from pyro_dak.tables.estimator_base import TableEstimator
 from pyro_dak.tables.predictive import (
+    Array,
     ClassMixture,
     StudentPrediction,
     covering_scale,
     fit_student,
     mixture_factor,
 )
-from pyro_dak.tables.rows import Array, scales
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
-# Draws of f in class probabilities; the same for every row and every call.
+# The number of draws of f in class probabilities. Every row and every call has the same draws.
 _NUM_DRAWS = 32
 
 
-class DAKRegressor(RegressorMixin, TableEstimator):
+@dataclass(eq=False, repr=False)
+class _RegressorParameters(Parameters):
+    heteroscedastic: bool = True
+
+
+class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
     """Regression with error bars: a network whose last layer is an additive Gaussian process.
 
     Inputs and targets are standardised. The noise may differ from row to row. A part of the rows is
-    held out to stop training and to calibrate the width of predictions; with few rows, or a single
-    member, a second pass then trains on all of them.
+    held out to stop training and to calibrate the width of predictions. With few rows, or with a
+    single member, a second pass then trains on all of them.
 
     Args:
-        ensemble_size: members, trained in one batched pass.
-        hidden_layer_sizes: widths of the network, whose last layer gives the features.
-        num_units: one-dimensional Gaussian processes that are added up.
-        level: each has 2^level - 1 inducing points.
+        ensemble_size: the number of members, which are trained in one batched pass.
+        hidden_layer_sizes: the widths of the network, whose last layer gives the features.
+        num_units: the number of one-dimensional Gaussian processes that are added up.
+        level: each of these has 2^level - 1 inducing points.
         heteroscedastic: whether the noise depends on the inputs.
-        epochs: passes over the data; by default from 200, for up to 10,000 rows, down to 10.
-        batch_size: rows per step; by default 128, 256 or 512, growing with the number of rows.
-        learning_rate: at the peak of the one-cycle schedule.
-        weight_decay: on the network.
+        epochs: passes over the data. The default is 200 for up to 10,000 rows and falls to 10.
+        batch_size: rows per step. The default is 128, 256 or 512, by the number of rows.
+        learning_rate: the rate at the peak of the one-cycle schedule.
+        weight_decay: the weight decay of the network.
         early_stopping: whether to hold out rows at all.
-        validation_fraction: share of the rows held out, a different part for each member.
-        refit: whether a second pass trains on all rows; by default for a single member and below
-            2,000 rows.
-        warm_start: whether `fit` goes on from the last weights and scales.
-        random_state: seed, or a `numpy.random.RandomState`.
-        device: "auto", "cpu", "cuda" or any other of torch.
-        progress: whether to show a bar on stderr for what takes more than two seconds.
+        validation_fraction: the share of the rows that is held out, another part for each member.
+        refit: whether a second pass trains on all rows. By default it does for a single member and
+            below 2,000 rows.
+        warm_start: whether `fit` continues from the last weights and scales.
+        random_state: a seed, or a `numpy.random.RandomState`.
+        device: "auto", "cpu", "cuda" or any other device of torch.
+        progress: whether to show a bar on stderr for work that takes more than two seconds.
 
     Attributes:
         ensemble_: the members; `ensemble_.members()` gives them as `DAK` and `MeanFieldGuide`.
-        calibration_: factor of the squared scale of predictions, found on held-out rows.
-        tail_df_: degrees of freedom of the predictive t distribution, found there too; infinite
-            for normal tails.
-        mixture_factor_: another factor, for what the mean of several members errs less than one.
+        calibration_: the factor of the squared scale of predictions, found on held-out rows.
+        tail_df_: the degrees of freedom of the predictive t distribution, also found there;
+            infinite for normal tails.
+        mixture_factor_: a further factor of the squared scale, at most 1, because the mean of
+            several members has smaller errors than a single member.
         history_: losses and held-out scores by epoch.
-        n_features_in_: number of columns.
-        feature_names_in_: their names, if `fit` was given a data frame.
+        n_features_in_: the number of columns.
+        feature_names_in_: the names of the columns, if `fit` was given a data frame.
     """
 
     _shares_held_out_rows = True
 
-    def __init__(
-        self,
-        ensemble_size: int = 1,
-        hidden_layer_sizes: tuple[int, ...] = (64, 32, 64),
-        num_units: int = 16,
-        level: int = 5,
-        heteroscedastic: bool = True,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float = 2e-2,
-        weight_decay: float = 0.0,
-        early_stopping: bool = True,
-        validation_fraction: float = 0.1,
-        refit: bool | None = None,
-        warm_start: bool = False,
-        random_state: Any = None,
-        device: str = "auto",
-        progress: bool = True,
-    ):
-        super().__init__(
-            ensemble_size,
-            hidden_layer_sizes,
-            num_units,
-            level,
-            epochs,
-            batch_size,
-            learning_rate,
-            weight_decay,
-            early_stopping,
-            validation_fraction,
-            refit,
-            warm_start,
-            random_state,
-            device,
-            progress,
-        )
-        self.heteroscedastic = heteroscedastic
-
-    def _likelihood(self) -> Likelihood:
+    def _likelihood(self) -> tuple[Likelihood, int]:
         kind = HeteroscedasticLikelihood if self.heteroscedastic else GaussianLikelihood
-        return kind(0.5)
-
-    def _num_outputs(self) -> int:
-        return len(self.y_mean_)
+        return kind(0.5), len(self.y_mean_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -124,9 +90,10 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         return tags
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """One pass over more rows, after `fit` or from nothing; scales are those of the first call.
+        """Make one pass over more rows, after `fit` or without it.
 
-        Nothing is held out, so that the calibration stays as `fit` found it, or at 1.
+        The scales are those of the first call. No rows are held out, so the calibration stays as
+        `fit` found it, or at 1.
         """
         return self._partial_fit(X, y, sample_weight)
 
@@ -137,25 +104,25 @@ class DAKRegressor(RegressorMixin, TableEstimator):
         return y
 
     def _targets(self, y: Array) -> Tensor:
-        columns = y.reshape(len(y), -1).astype(np.float64)
-        return torch.from_numpy((columns - self.y_mean_) / self.y_scale_).float()
+        standardized = (y.reshape(len(y), -1) - self.y_mean_) / self.y_scale_
+        return torch.from_numpy(standardized).float()
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        self.y_mean_, self.y_scale_ = scales(y.reshape(len(y), -1).astype(np.float64), weights)
+        self.y_mean_, self.y_scale_ = scales(y.reshape(len(y), -1), weights)
         self.is_multi_output_ = y.ndim == 2
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
-        """-log density of each row under the member's prediction, scaled to fit these rows."""
+        """-log density of each row, up to a constant, with the variance scaled to fit the rows."""
         mean, var = _normal(ensemble, moments)
         residuals = (y - mean).square() / var  # (E, n, C)
         factor = residuals.mean((-2, -1), keepdim=True).clamp(min=1e-12)
         return 0.5 * ((factor * var).log() + residuals / factor).sum(-1)
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """The scale and tails that make the residuals of held-out rows most probable.
+        """Choose the scale and tails under which residuals of held-out rows are most probable.
 
-        For a single member the scale is raised, if need be, until intervals of 95 % cover that
-        share of these rows. That of several is lowered by what their mean errs less.
+        The scale of a single member is raised, if necessary, until its 95 % intervals cover 95 % of
+        these rows. The scale of several members is lowered, because their mean has smaller errors.
         """
         mean, var = (part.double().cpu().numpy() for part in _normal(ensemble, moments))
         targets = y.double().cpu().numpy()
@@ -180,59 +147,57 @@ class DAKRegressor(RegressorMixin, TableEstimator):
             mean, epistemic, aleatoric = members  # (E, N, C)
             epistemic = self.calibration_ * epistemic.mean(0) + mean.var(0, correction=0)
             aleatoric = self.calibration_ * aleatoric.mean(0)
-            parts.append([part.cpu().numpy() for part in (mean.mean(0), epistemic, aleatoric)])
-        columns = slice(None) if self.is_multi_output_ else 0
-        loc, known, noise = (np.concatenate(part) for part in zip(*parts, strict=True))
+            parts.append(torch.stack((mean.mean(0), epistemic, aleatoric)).cpu().numpy())
+        mean, epistemic, aleatoric = np.concatenate(parts, 1)  # (N, C)
         factor = self.mixture_factor_ * self.y_scale_**2
         factor = factor / (1 - 2 / self.tail_df_)  # from squared scale to variance
+        columns = slice(None) if self.is_multi_output_ else 0
         return StudentPrediction(
-            (self.y_mean_ + self.y_scale_ * loc)[:, columns],
-            (factor * known)[:, columns],
-            (factor * noise)[:, columns],
+            (self.y_mean_ + self.y_scale_ * mean)[:, columns],
+            (factor * epistemic)[:, columns],
+            (factor * aleatoric)[:, columns],
             self.tail_df_,
         )
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Mean of y, `(N,)` or `(N, C)`; with `return_std` a pair of mean and deviation."""
+        """The mean of y, `(N,)` or `(N, C)`; with `return_std` also its standard deviation."""
         prediction = self.predict_dist(X)
         return (prediction.mean, prediction.std) if return_std else prediction.mean
 
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
-        """Ends of the central interval with probability `level`, `(N, 2)` or `(N, C, 2)`."""
+        """Both ends of the central interval with probability `level`, `(N, 2)` or `(N, C, 2)`."""
         return np.stack(self.predict_dist(X).interval(level), -1)
 
 
 def _normal(ensemble: Ensemble, moments: FunctionMoments) -> tuple[Tensor, Tensor]:
-    """Mean and variance of y under each member, `(E, N, C)`."""
+    """Mean and variance of y under each member, `(E, N, C)` each."""
     mean, epistemic, aleatoric = ensemble.stacked_likelihood().predictive_moments(moments)
     return mean, epistemic + aleatoric
 
 
 class DAKClassifier(ClassifierMixin, TableEstimator):
-    """Classification with calibrated probabilities: see `DAKRegressor` for the parameters.
+    """Classification with calibrated probabilities.
 
-    Probabilities are averaged over draws of the functions, over the members, and tempered as
-    held-out rows ask for.
+    The arguments mean what they mean in `DAKRegressor`. Probabilities are averaged over draws of
+    the functions and over the members. Their temperature is chosen on held-out rows.
 
     Attributes:
-        classes_: labels, sorted; numbers, strings or anything that can be sorted.
-        calibration_: temperature of the probabilities, found on held-out rows.
+        classes_: the sorted labels: numbers, strings or anything else that can be sorted.
+        calibration_: the temperature of the probabilities, found on held-out rows.
     """
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Any:
-        """One pass over more rows, after `fit` or from nothing.
+        """Make one pass over more rows, after `fit` or without it.
 
         Args:
             X: `(N, D)`.
-            y: labels.
-            classes: all labels there will be; needed in a first call, as in scikit-learn.
+            y: the labels.
+            classes: all labels that will ever occur; the first call needs them, as in scikit-learn.
             sample_weight: how often each row counts.
         """
-        if not hasattr(self, "ensemble_"):
-            if classes is None:
-                raise ValueError("`classes` must be passed on the first call to partial_fit.")
-            self.classes_ = np.unique(classes)
-        return self._partial_fit(X, y, sample_weight)
+        if classes is None and not hasattr(self, "ensemble_"):
+            raise ValueError("`classes` must be passed on the first call to partial_fit.")
+        return self._partial_fit(X, y, sample_weight, classes)
 
     def _validated_targets(self, y: Any) -> Array:
         y = column_or_1d(y, warn=True)
@@ -241,8 +206,6 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return y
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        if not hasattr(self, "num_rows_seen_") and hasattr(self, "classes_"):
-            return  # set by `partial_fit`
         self.classes_ = np.unique(y)
 
     def _targets(self, y: Array) -> Tensor:
@@ -253,11 +216,8 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
             raise ValueError(f"`y` has labels that are not among the classes: {unknown}.")
         return torch.from_numpy(labels)
 
-    def _likelihood(self) -> Likelihood:
-        return CategoricalLikelihood()
-
-    def _num_outputs(self) -> int:
-        return len(self.classes_)
+    def _likelihood(self) -> tuple[Likelihood, int]:
+        return CategoricalLikelihood(), len(self.classes_)
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
         """Brier score of each row."""
@@ -266,7 +226,7 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return (probs - one_hot).square().sum(-1)
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """The temperature under which the held-out labels are most probable, from a fine grid."""
+        """Choose the temperature of a fine grid under which held-out labels are most probable."""
         temperatures = torch.logspace(-1, 1, 41).tolist()
         losses = [
             -_log_probs(moments, t)[0].gather(-1, y.unsqueeze(-1)).mean() for t in temperatures
@@ -277,12 +237,12 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         self.calibration_ = 1.0
 
     def predict_dist(self, X: Any) -> ClassMixture:
-        """Probabilities with their entropy and mutual information, for each row."""
+        """Class probabilities of each row, with their entropy and mutual information."""
         parts = []
         for _, moments in self._moments(X):
             log_probs, entropies = _log_probs(moments, self.calibration_)  # (E, N, K), (E, N)
             parts.append([p.cpu().numpy() for p in (log_probs.exp().mean(0), entropies.mean(0))])
-        probs, expected_entropy = (np.concatenate(part) for part in zip(*parts, strict=True))
+        probs, expected_entropy = map(np.concatenate, zip(*parts, strict=True))
         return ClassMixture(probs / probs.sum(-1, keepdims=True), expected_entropy)
 
     def predict_proba(self, X: Any) -> Array:
@@ -296,7 +256,7 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
 
 
 def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Tensor]:
-    """log of the mean over draws of softmax(f / temperature), and the mean entropy, per member."""
+    """For each member: log of the mean of softmax(f / temperature) over draws, and mean entropy."""
     generator = torch.Generator(moments.mean.device).manual_seed(0)
     draws = sample_marginals(moments, _NUM_DRAWS, generator) / temperature
     return CategoricalLikelihood().class_probabilities(moments, draws)

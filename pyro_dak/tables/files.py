@@ -1,43 +1,38 @@
-"""Tables as files: CSV and Parquet, read with clear errors, written whole or not at all."""
+"""Tables as files: CSV and Parquet, read with clear errors and written completely or not at all."""
 
 import io
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["TableError", "check_writable", "read_table", "write_table"]
+__all__ = ["TableError", "check_writable", "read_table", "replacing", "write_table"]
 
 _PARQUET = (".parquet", ".pq")
 
 
 class TableError(ValueError):
-    """A table that cannot be used; the message says which part of it and what to do."""
+    """A table cannot be used. The message says which part of it is wrong and what to do."""
 
 
 def read_table(path: str | Path, delimiter: str | None = None) -> pd.DataFrame:
-    """The table in a CSV or Parquet file (by its ending: .parquet or .pq), all columns as they are.
+    """The table in a CSV file, or in a Parquet file whose name ends in .parquet or .pq.
 
     Args:
         path: the file.
-        delimiter: of a CSV file; a comma by default.
+        delimiter: the character between the columns of a CSV file; by default a comma.
     """
     path = Path(path)
     if path.is_dir():
         raise TableError(f"{path}: is a directory, expected a CSV or Parquet file.")
     if not path.is_file():
         raise TableError(f"{path}: no such file.")
-    table = (
-        _read_parquet(path)
-        if path.suffix.lower() in _PARQUET
-        else _read_csv(path, delimiter or ",")
-    )
-    names = [str(name) for name in table.columns]
-    if len(set(names)) < len(names):
-        repeated = pd.Index(names)[pd.Index(names).duplicated()][0]
-        raise TableError(f"{path}: has several columns called `{repeated}`; rename them.")
-    table.columns = pd.Index(names)
+    is_parquet = path.suffix.lower() in _PARQUET
+    table = _read_parquet(path) if is_parquet else _read_csv(path, delimiter or ",")
+    table.columns = table.columns.map(str)
     if len(table) == 0:
         raise TableError(f"{path}: has no rows.")
     return table
@@ -57,10 +52,9 @@ def _read_csv(path: Path, delimiter: str) -> pd.DataFrame:
         raise TableError(f"{path}: is empty.")
     try:
         table = pd.read_csv(io.StringIO(text), sep=delimiter, low_memory=False)
-    except (ValueError, pd.errors.ParserError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except ValueError as error:  # also what pandas raises for lines of different lengths
         raise TableError(
-            f"{path}: cannot be read as CSV with delimiter {delimiter!r}: {reason}"
+            f"{path}: cannot be read as CSV with delimiter {delimiter!r}: {_first_line(error)}"
         ) from error
     header = text.splitlines()[0]
     other = max((";", "\t", "|", ","), key=header.count)
@@ -78,22 +72,21 @@ def _read_parquet(path: Path) -> pd.DataFrame:
     except ImportError as error:
         raise TableError(f"{path}: Parquet needs pyarrow; `pip install pyro_dak[cli]`.") from error
     except Exception as error:  # pyarrow's errors have no common class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise TableError(f"{path}: cannot be read as Parquet: {reason}") from error
+        raise TableError(f"{path}: cannot be read as Parquet: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def write_table(table: pd.DataFrame, path: Path, force: bool) -> None:
-    """Write a table as CSV or Parquet, whole or not at all; an existing file only with `force`."""
+    """Write a table as CSV or Parquet. An existing file is replaced only with `force`."""
     check_writable(path, force)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
+    with replacing(path) as temporary:
         if path.suffix.lower() in _PARQUET:
             table.to_parquet(temporary, index=False)
         else:
             table.to_csv(temporary, index=False)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_writable(path: Path, force: bool) -> None:
@@ -104,3 +97,17 @@ def check_writable(path: Path, force: bool) -> None:
         raise TableError(f"{path}: exists; pass --force to replace it.")
     if not path.parent.is_dir():
         raise TableError(f"{path}: its directory does not exist.")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place at the end, unless an error comes first.
+
+    A reader of `path` thus sees the old file or the complete new one.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

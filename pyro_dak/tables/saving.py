@@ -1,6 +1,7 @@
-"""Fitted estimators on disk, without pickle: safetensors for arrays, JSON for everything else."""
+"""Fitted estimators on disk, without pickle: arrays as safetensors, everything else as JSON."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pyro_dak.training.plan import History
 
 __all__ = ["check_path", "read_estimator", "write_estimator"]
 
-# Attributes of a fitted estimator that are arrays, and those that are plain values.
+# The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
 _VALUES = (
     "calibration_",
@@ -33,11 +34,11 @@ _VALUES = (
 )
 
 
-def check_path(path: Path, overwrite: bool) -> None:
-    """Raise unless a model may be written to `path`."""
+def check_path(path: Path, overwrite: bool, option: str = "overwrite=True") -> None:
+    """Raise unless a model may be written to `path`; `option` allows a user to replace one."""
     if path.exists():
         if not overwrite:
-            raise FileExistsError(f"`{path}` exists; pass overwrite=True to replace it.")
+            raise FileExistsError(f"`{path}` exists; pass {option} to replace it.")
         if not is_ours(path):
             raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
 
@@ -45,7 +46,7 @@ def check_path(path: Path, overwrite: bool) -> None:
 def write_estimator(
     estimator: Any, path: str | os.PathLike[str], overwrite: bool, extra: dict[str, Any] | None
 ) -> Path:
-    """Write a fitted estimator to the directory `path`; `extra` is kept beside it, as JSON."""
+    """Write a fitted estimator to the directory `path`; `extra` is stored with it, as JSON."""
     path = Path(path)
     check_path(path, overwrite)
     state = vars(estimator)
@@ -55,10 +56,10 @@ def write_estimator(
             tensors[name] = torch.from_numpy(np.ascontiguousarray(state[name], dtype=np.float64))
     parameters = estimator.get_params()
     if not isinstance(parameters["random_state"], int | None):
-        parameters["random_state"] = None  # a generator: what it has drawn is in the weights
+        parameters["random_state"] = None  # its state cannot be stored as JSON
     parameters["hidden_layer_sizes"] = list(parameters["hidden_layer_sizes"])
     config = {
-        "model": None,  # several of them: `pyro_dak.load` is for one
+        "model": None,  # `pyro_dak.load` reads one model, and here are several
         "estimator": {
             "name": type(estimator).__name__,
             "parameters": parameters,
@@ -76,16 +77,16 @@ def write_estimator(
 
 
 def read_estimator(
-    path: str | os.PathLike[str], classes: dict[str, type]
+    path: str | os.PathLike[str], classes: Mapping[str, type]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A fitted estimator and what was kept beside it.
+    """A fitted estimator and the `extra` that was stored with it.
 
     Args:
         path: the directory.
-        classes: the estimators that may be built, by name.
+        classes: the classes of estimators that may be built, by name.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: the message names the file and says what is wrong with it.
     """
     path = Path(path)
     config, tensors, _ = read_directory(path)
@@ -100,7 +101,7 @@ def read_estimator(
         estimator = classes[content["name"]](**parameters)
         state = {name: content["values"][name] for name in _VALUES if name in content["values"]}
         if "tail_df_" in state:
-            state.setdefault("mixture_factor_", 1.0)  # files of older versions have none
+            state.setdefault("mixture_factor_", 1.0)  # older files do not have it
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
@@ -114,21 +115,22 @@ def read_estimator(
 
 
 def _ensemble(architecture: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Ensemble:
-    """An ensemble of the stored architecture with the stored weights."""
+    """The ensemble with the stored architecture and the stored weights."""
     with torch.random.fork_rng(devices=[]):
         model = build_model(architecture["model"])
         guide = build_guide(architecture["guide"], model, None)
     model.input_shape = tuple(architecture["input_shape"])
     if not isinstance(guide, MeanFieldGuide):
-        raise ValueError("the guide is not a MeanFieldGuide")
+        raise ValueError("the guide is not a MeanFieldGuide.")
     ensemble = Ensemble([(model, guide)])
     stored = {
-        n.removeprefix("ensemble."): t for n, t in tensors.items() if n.startswith("ensemble.")
+        name.removeprefix("ensemble."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("ensemble.")
     }
-    if {n: t.shape[1:] for n, t in stored.items()} != {
-        n: t.shape[1:] for n, t in ensemble.tensors.items()
-    }:
-        raise ValueError("weights do not fit the architecture")
+    shapes, wanted = ({n: t.shape[1:] for n, t in s.items()} for s in (stored, ensemble.tensors))
+    if shapes != wanted:
+        raise ValueError("the weights do not fit the architecture.")
     ensemble.tensors = {
         name: stored[name].clone().requires_grad_(tensor.requires_grad)
         for name, tensor in ensemble.tensors.items()
@@ -137,19 +139,17 @@ def _ensemble(architecture: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 
 
 def _labels(values: Any) -> dict[str, Any] | None:
-    """An array of names or labels as JSON: its kind and its entries."""
+    """An array of names or labels as JSON: its dtype and its entries."""
     if values is None:
         return None
     kind = values.dtype.kind
     if kind not in "OUiufb" or (kind == "O" and not all(isinstance(v, str) for v in values)):
-        raise ValueError(
-            f"Labels of type {values.dtype} cannot be stored as data; use strings or numbers."
-        )
+        raise ValueError(f"Labels of type {values.dtype} cannot be stored; use strings or numbers.")
     return {"dtype": "O" if kind == "O" else values.dtype.str, "values": values.tolist()}
 
 
 def _from_labels(content: dict[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
     dtype = np.dtype(content["dtype"])
     if dtype.kind not in "OUiufb":
-        raise ValueError(f"labels of kind {dtype.kind!r}")
+        raise ValueError(f"labels of type {dtype} cannot be read.")
     return np.array(content["values"], dtype=dtype)

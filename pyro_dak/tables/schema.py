@@ -1,8 +1,7 @@
 """What the columns of a table are, and how they become numbers.
 
-What is learned from a table is plain data (`Schema`), so that it can be stored as JSON. The
-scikit-learn transformer that a schema stands for is built from it whenever it is needed, by fitting
-it to two made-up rows that have exactly the medians and categories of the schema.
+A `Schema` is what is learned from the columns of a training table. It is plain data, so that it can
+be stored as JSON.
 """
 
 from collections.abc import Sequence
@@ -11,33 +10,31 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from sklearn.compose import ColumnTransformer
-from sklearn.impute import SimpleImputer
-from sklearn.preprocessing import OneHotEncoder
 
 from pyro_dak.tables.files import TableError
+from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
-__all__ = ["Schema", "find_task", "inputs", "learn_schema", "targets"]
+__all__ = ["Schema", "inputs", "learn_schema", "targets"]
 
 Task = Literal["classification", "regression"]
 _MISSING = "(missing)"
-# A target of whole numbers with at most this many different values is taken for classes.
+# A target of whole numbers with at most this many different values is read as classes.
 _MAX_CLASSES = 10
-# Text columns with more different values than this are refused: they are names, not categories.
+# Text columns with more different values than this hold names, not categories. They are refused.
 _MAX_CATEGORIES = 200
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What was learned of the columns of a table: everything needed to turn rows into numbers.
+    """What was learned about the columns of a table: all that is needed to turn rows into numbers.
 
     Attributes:
-        target: name of the target.
+        target: the name of the target.
         task: "regression" or "classification".
-        medians: by numeric column, what stands in for a missing value.
-        with_missing: numeric columns that had missing values: they get an indicator.
-        categories: by text column, the values seen.
+        medians: for each numeric column, the number that replaces a missing value.
+        with_missing: the numeric columns that had missing values. Each gets an indicator column.
+        categories: for each text column, the values that it had.
     """
 
     target: str
@@ -48,17 +45,17 @@ class Schema:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of inputs."""
+        """The names of the input columns."""
         return [*self.medians, *self.categories]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; columns as lists of pairs, which keep their order in any JSON."""
+        """The schema as plain data. Columns are lists of pairs, so that JSON keeps their order."""
         content = asdict(self)
         return content | {name: list(content[name].items()) for name in ("medians", "categories")}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Schema":
-        """From plain data, or ValueError."""
+        """The schema that `to_json` described, or a ValueError."""
         try:
             pairs = {name: dict(content[name]) for name in ("medians", "categories")}
             schema = cls(**(content | pairs))
@@ -75,14 +72,14 @@ def learn_schema(
     drop: Sequence[str] = (),
     categorical: Sequence[str] = (),
 ) -> Schema:
-    """What the columns of a training table are.
+    """The schema of a training table.
 
     Args:
         table: the table.
-        target: name of the target.
-        task: what to learn; by default found from the target.
+        target: the name of the target.
+        task: what to learn; by default it is found from the target.
         drop: columns to leave out.
-        categorical: columns to take as categories, also if they look like numbers.
+        categorical: columns to read as categories, even if they look like numbers.
     """
     for name in (target, *drop, *categorical):
         if name not in table.columns:
@@ -102,12 +99,11 @@ def learn_schema(
         medians[name] = float(np.nanmedian(numbers))
         if np.isnan(numbers).any():
             with_missing.append(name)
-    task = find_task(table[target]) if task is None else task
-    return Schema(target, task, medians, with_missing, categories)
+    return Schema(target, task or _find_task(table[target]), medians, with_missing, categories)
 
 
-def find_task(column: pd.Series) -> Task:
-    """Classes for text, booleans and few different whole numbers; regression for other numbers."""
+def _find_task(column: pd.Series) -> Task:
+    """Classification for text, booleans and few different whole numbers; else regression."""
     numbers = pd.to_numeric(column, errors="coerce")
     if pd.api.types.is_bool_dtype(column) or (numbers.isna() & column.notna()).any():
         return "classification"
@@ -116,8 +112,8 @@ def find_task(column: pd.Series) -> Task:
     return "classification" if is_whole and len(values) <= _MAX_CLASSES else "regression"
 
 
-def targets(table: pd.DataFrame, schema: Schema) -> np.ndarray[Any, np.dtype[Any]]:
-    """The target column: float64 for regression, labels (whole numbers or text) for classes."""
+def targets(table: pd.DataFrame, schema: Schema) -> Array:
+    """The target column: float64 for regression; labels, whole numbers or text, for classes."""
     name = schema.target
     if name not in table.columns:
         raise TableError(f"has no target column `{name}`; its columns are {_list(table.columns)}.")
@@ -137,13 +133,17 @@ def targets(table: pd.DataFrame, schema: Schema) -> np.ndarray[Any, np.dtype[Any
 
 
 def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) -> pd.DataFrame:
-    """The columns of the schema as numbers: missing ones filled in, categories one-hot.
+    """The columns of the schema as numbers.
+
+    First come the numeric columns, with the median in place of missing values; then an indicator of
+    missing values for each column that had some in training; then a column of zeros and ones for
+    each category of each text column.
 
     Args:
         table: the table.
-        schema: what was learned of its columns.
-        ignore_unknown: whether a category that was not seen in training counts as none of the
-            known ones; else it is an error.
+        schema: what was learned about its columns.
+        ignore_unknown: whether a category that was not seen in training is encoded as zeros; else
+            it is an error.
     """
     lacking = [name for name in schema.columns if name not in table.columns]
     if lacking:
@@ -151,7 +151,10 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
             f"lacks {len(lacking)} columns of the training table: {_list(lacking)}; its columns "
             f"are {_list(table.columns)}."
         )
-    columns: dict[str, Any] = {name: _numbers(table[name], name) for name in schema.medians}
+    numbers = {name: _numbers(table[name], name) for name in schema.medians}
+    columns = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in schema.medians.items()]
+    columns += [np.isnan(numbers[name]).astype(np.float64) for name in schema.with_missing]
+    names = [*schema.medians, *(f"missingindicator_{name}" for name in schema.with_missing)]
     for name, known in schema.categories.items():
         values = _texts(table[name])
         is_unknown = ~values.isin(known)
@@ -161,48 +164,19 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
                 f"{_list(values[is_unknown].unique())}, the first in row {_first(is_unknown)}. "
                 "Pass --ignore-unknown to take them as none of the known ones."
             )
-        columns[name] = values.to_numpy(dtype=object)
-    transformer = build_transformer(schema)
-    numbers = transformer.transform(pd.DataFrame(columns))
-    return pd.DataFrame(numbers, columns=transformer.get_feature_names_out())
-
-
-def build_transformer(schema: Schema) -> ColumnTransformer:
-    """The fitted scikit-learn transformer that a schema stands for."""
-    transformer = ColumnTransformer(
-        [
-            (
-                "number",
-                SimpleImputer(strategy="median", add_indicator=True),
-                list(schema.medians),
-            ),
-            (
-                "category",
-                OneHotEncoder(
-                    categories=[list(known) for known in schema.categories.values()],
-                    handle_unknown="ignore",
-                    sparse_output=False,
-                    dtype=np.float64,
-                ),
-                list(schema.categories),
-            ),
-        ],
-        verbose_feature_names_out=False,
-    )
-    rows: dict[str, Any] = {}
-    for name, median in schema.medians.items():
-        rows[name] = [median, np.nan if name in schema.with_missing else median]
-    for name, known in schema.categories.items():
-        rows[name] = [known[0], known[0]]
-    return transformer.fit(pd.DataFrame(rows))
+        columns += [(values == category).to_numpy(dtype=np.float64) for category in known]
+        names += [f"{name}_{category}" for category in known]
+    return pd.DataFrame(np.column_stack(columns), columns=names)
 
 
 def _looks_numeric(column: pd.Series, name: str) -> bool:
-    """Whether a column holds numbers; an error if it mixes them with text, or holds dates."""
+    """Whether a column holds numbers. It is an error if it mixes them with text, or holds dates."""
     if pd.api.types.is_numeric_dtype(column):
         return True
     if pd.api.types.is_datetime64_any_dtype(column):
-        raise TableError(f"column `{name}` holds dates; turn it to numbers or --drop {name!r}.")
+        raise TableError(
+            f"column `{name}` holds dates; turn them into numbers, or --drop {name!r}."
+        )
     if isinstance(column.dtype, pd.CategoricalDtype):
         return False
     is_text = pd.to_numeric(column, errors="coerce").isna() & column.notna()
@@ -214,8 +188,8 @@ def _looks_numeric(column: pd.Series, name: str) -> bool:
     return not is_text.any()
 
 
-def _numbers(column: pd.Series, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A column as float64, with NaN where values are missing; an error for text and infinity."""
+def _numbers(column: pd.Series, name: str) -> Array:
+    """A column as float64, NaN where values are missing. Text and infinity are errors."""
     numbers = pd.to_numeric(column, errors="coerce")
     is_text = numbers.isna() & column.notna()
     if is_text.any():
@@ -234,6 +208,7 @@ def _numbers(column: pd.Series, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _texts(column: pd.Series) -> pd.Series:
+    """A column as text, with a text of its own for missing values."""
     return column.astype(object).where(column.notna(), _MISSING).map(str)
 
 
@@ -248,7 +223,7 @@ def _categories(column: pd.Series, name: str) -> list[str]:
 
 
 def _first(is_row: pd.Series) -> int:
-    """The number of the first such row, counted from 1 below the header."""
+    """The number of the first row that is True; the row below the header is number 1."""
     return int(np.argmax(is_row.to_numpy())) + 1
 
 

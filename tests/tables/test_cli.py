@@ -72,6 +72,12 @@ def files(tmp_path_factory):
     return folder
 
 
+def inputs_of(folder, name):
+    """The training table as numbers, by the schema of a model."""
+    config = json.loads((folder / name / "config.json").read_text())
+    return inputs(pd.read_csv(folder / "train.csv"), Schema.from_json(config["extra"]["table"]))
+
+
 def snapshot(folder):
     return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -112,6 +118,91 @@ def test_parquet_gives_what_csv_gives(files, tmp_path):
     np.testing.assert_allclose(
         pd.read_parquet(out), np.loadtxt(csv.splitlines()[1:], delimiter=",")
     )
+
+
+def test_fit_ends_with_one_table_on_stderr_and_info_repeats_it(files, tmp_path):
+    out = tmp_path / "model"
+    arguments = ("fit", files / "train.csv", "--target", "price", "--out", out, "--epochs", 2)
+    result = succeed(*arguments)
+    assert result.stdout == ""
+    first, *lines = result.stderr.splitlines()
+    assert first == "Learning `price` from 60 rows ..."
+    pairs = {line[:17].strip(): line[17:].strip() for line in lines}
+    assert pairs["task"] == "regression"
+    assert pairs["training rows"] == "60"
+    assert (pairs["numeric columns"], pairs["text columns"]) == ("2", "1")
+    assert pairs["epochs"] == str(len(DAKRegressor.load(out).history_.rows))
+    assert {"target", "networks", "held-out NLPD", "calibration", "tails"} < pairs.keys()
+    assert "saved to" in pairs
+    shown = succeed("info", out).stdout.splitlines()
+    assert [line.split() for line in shown] == [line.split() for line in lines[: len(shown)]]
+
+
+def test_quiet_says_nothing(files, tmp_path):
+    arguments = ("fit", files / "train.csv", "--target", "colour", "--out", tmp_path / "model")
+    result = succeed(*arguments, "--epochs", 2, "--quiet")
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+def test_held_out_score_is_that_of_the_history(files):
+    classes = DAKClassifier.load(files / "classes").history_
+    about = json.loads(succeed("info", files / "classes", "--json").stdout)
+    assert about["held-out Brier score"] == classes.rows[classes.best_epoch - 1]["val_score"]
+    model = DAKRegressor.load(files / "model")
+    score = model.history_.rows[model.history_.best_epoch - 1]["val_score"]
+    about = json.loads(succeed("info", files / "model", "--json").stdout)
+    in_units_of_the_target = score + np.log(np.sqrt(2 * np.pi) * model.y_scale_[0])
+    assert about["held-out NLPD"] == pytest.approx(in_units_of_the_target)
+
+
+def test_a_table_too_small_to_hold_out_rows_has_no_score(tmp_path):
+    table(15).to_csv(tmp_path / "t.csv", index=False)
+    arguments = ("fit", tmp_path / "t.csv", "--target", "price", "--out", tmp_path / "model")
+    succeed(*arguments, "--epochs", 1, "--quiet")
+    assert json.loads(succeed("info", tmp_path / "model", "--json").stdout)["held-out NLPD"] is None
+    assert "held-out NLPD    -" in succeed("info", tmp_path / "model").stdout
+
+
+def test_scores_of_a_regression_are_those_of_its_predictions(files):
+    X, y = inputs_of(files, "model"), pd.read_csv(files / "train.csv")["price"].to_numpy()
+    prediction = DAKRegressor.load(files / "model").predict_dist(X)
+    residuals = y - prediction.mean
+    expected = {
+        "rows": 60,
+        "rmse": np.sqrt(np.mean(residuals**2)),
+        "mae": np.mean(np.abs(residuals)),
+        "r2": 1 - np.mean(residuals**2) / np.var(y),
+        "nlpd": -np.mean(prediction.log_prob(y)),
+    }
+    for level in (50, 90, 95):
+        lower, upper = prediction.interval(level / 100)
+        expected[f"coverage_{level}"] = np.mean((y >= lower) & (y <= upper))
+    found = json.loads(succeed("evaluate", files / "model", files / "train.csv", "--json").stdout)
+    assert found == pytest.approx(expected)
+
+
+def test_scores_of_classes_are_those_of_their_probabilities(files, tmp_path):
+    X, y = inputs_of(files, "classes"), pd.read_csv(files / "train.csv")["colour"]
+    model = DAKClassifier.load(files / "classes")
+    probs, is_label = model.predict_proba(X), y.to_numpy()[:, None] == model.classes_
+    expected = {
+        "rows": 60,
+        "accuracy": model.score(X, y),
+        "nll": -np.log(probs[is_label]).mean(),
+        "brier": ((probs - is_label) ** 2).sum(-1).mean(),
+    }
+    plot = tmp_path / "calibration.svg"
+    arguments = ("evaluate", files / "classes", files / "train.csv", "--json", "--plot", plot)
+    assert json.loads(succeed(*arguments).stdout) == pytest.approx(expected)
+    assert "<svg" in plot.read_text()
+
+
+def test_evaluate_refuses_new_classes_and_plots_of_unknown_kinds(files, tmp_path):
+    table().assign(colour="mauve").to_csv(tmp_path / "t.csv", index=False)
+    match = "classes that were not there in training: ['mauve']"
+    fail("evaluate", files / "classes", tmp_path / "t.csv", match=match)
+    arguments = ("evaluate", files / "model", files / "train.csv", "--plot", tmp_path / "p.xyz")
+    fail(*arguments, match="use .png, .pdf or .svg")
 
 
 def test_evaluate_prints_scores_and_draws_the_calibration(files, tmp_path):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,94 +25,83 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, Member
 from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.predictive import Array, check_probability
 from pyro_dak.tables.rows import (
     FEW_ROWS,
-    Array,
-    chunks,
     default_batch_size,
     default_epochs,
     held_out_rows,
-    scales,
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.validation import check_integer, check_positive
 
-__all__ = ["TableEstimator"]
+__all__ = ["Parameters", "TableEstimator", "scales"]
 
-_NUM_FOLDS = 5
-# With fewer rows than this none are held out.
+# With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
+_NUM_FOLDS = 5
+# The number of rows that are computed at a time, and how many numbers of q(f) they may have.
+_CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
+# Inputs of these types are taken as they are; others become the first.
+_DTYPES = [np.float64, np.float32]
 
 
-class TableEstimator(BaseEstimator):
-    """Base of the estimators; subclasses say what targets, likelihood and calibration are."""
+@dataclass(eq=False, repr=False)
+class Parameters:
+    """The arguments of the estimators. `DAKRegressor` explains them."""
 
-    # Whether `_calibrate` looks at rows that two members have not seen.
+    ensemble_size: int = 1
+    hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
+    num_units: int = 16
+    level: int = 5
+    # Only the regressor takes this argument. It stands here to keep its place among the others.
+    heteroscedastic: bool = field(default=False, init=False)
+    epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate: float = 2e-2
+    weight_decay: float = 0.0
+    early_stopping: bool = True
+    validation_fraction: float = 0.1
+    refit: bool | None = None
+    warm_start: bool = False
+    random_state: Any = None
+    device: str = "auto"
+    progress: bool = True
+
+
+class TableEstimator(Parameters, BaseEstimator):
+    """The base of both estimators. A subclass defines targets, likelihood and calibration."""
+
+    # Whether `_calibrate` needs rows that two members have not seen.
     _shares_held_out_rows = False
-
-    def __init__(
-        self,
-        ensemble_size: int = 1,
-        hidden_layer_sizes: tuple[int, ...] = (64, 32, 64),
-        num_units: int = 16,
-        level: int = 5,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        learning_rate: float = 2e-2,
-        weight_decay: float = 0.0,
-        early_stopping: bool = True,
-        validation_fraction: float = 0.1,
-        refit: bool | None = None,
-        warm_start: bool = False,
-        random_state: Any = None,
-        device: str = "auto",
-        progress: bool = True,
-    ):
-        self.ensemble_size = ensemble_size
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.num_units = num_units
-        self.level = level
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.refit = refit
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.device = device
-        self.progress = progress
 
     def _validated_targets(self, y: Any) -> Array:
         """y as an array, or an error."""
         raise NotImplementedError
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        """Learn what there is to learn of the targets before training: scales, or classes."""
+        """Learn the scales of the targets, or the classes, before training."""
         raise NotImplementedError
 
     def _targets(self, y: Array) -> Tensor:
-        """What the likelihood sees."""
+        """The targets as the likelihood expects them."""
         raise NotImplementedError
 
-    def _likelihood(self) -> Likelihood:
-        raise NotImplementedError
-
-    def _num_outputs(self) -> int:
+    def _likelihood(self) -> tuple[Likelihood, int]:
+        """The likelihood, and the number of outputs."""
         raise NotImplementedError
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
-        """Scores of held-out rows, `(E, n)`, smaller is better, insensitive to calibration."""
+        """Scores of held-out rows, `(E, n)`; smaller is better, and calibration changes nothing."""
         raise NotImplementedError
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """Set what makes predictions of held-out rows as wide as their errors."""
+        """Set the factors that make predictions of held-out rows as wide as their errors."""
         raise NotImplementedError
 
     def _reset_calibration(self) -> None:
-        """Take predictions as the model makes them."""
+        """Set the factors that leave predictions as the model makes them."""
         raise NotImplementedError
 
     def _check_parameters(self) -> None:
@@ -121,25 +110,25 @@ class TableEstimator(BaseEstimator):
         for name in ("epochs", "batch_size"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), minimum=1)
-        check_positive("learning_rate", self.learning_rate)
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"`validation_fraction` must lie between 0 and 1; got {self.validation_fraction}."
-            )
         if len(self.hidden_layer_sizes) == 0:
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
+        check_positive("learning_rate", self.learning_rate)
+        if not self.weight_decay >= 0:
+            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
+        check_probability("validation_fraction", self.validation_fraction)
 
     def _device(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
+    def _seed(self) -> int:
+        return int(check_random_state(self.random_state).randint(2**31 - 1))
+
     def _plan(self, num_rows: int, seed: int) -> TrainingPlan:
-        """Batch size and epochs by the number of rows, unless given."""
+        """The settings of a run. Batch size and epochs follow the number of rows, unless given."""
         batch_size = self.batch_size or default_batch_size(num_rows)
         return TrainingPlan(
             epochs=self.epochs or default_epochs(num_rows),
@@ -151,7 +140,7 @@ class TableEstimator(BaseEstimator):
         )
 
     def _build(self, size: int, seed: int) -> Ensemble:
-        """Fresh members, each from a seed of its own, on the device."""
+        """New members on the device, each with its own seed."""
         with torch.random.fork_rng(devices=[]):
             members = [self._build_member(seed + index) for index in range(size)]
         return Ensemble(members).to(self._device(), torch.float32)
@@ -163,65 +152,34 @@ class TableEstimator(BaseEstimator):
         for width in self.hidden_layer_sizes:
             layers += [nn.Linear(width_in, width), nn.ReLU()]
             width_in = width
+        network, (likelihood, num_outputs) = nn.Sequential(*layers), self._likelihood()
         model = DAK(
-            nn.Sequential(*layers),
-            feature_dim=width_in,
-            num_units=self.num_units,
-            num_outputs=self._num_outputs(),
-            level=self.level,
-            likelihood=self._likelihood(),
+            network, width_in, self.num_units, num_outputs, level=self.level, likelihood=likelihood
         )
         model.input_shape = (self.n_features_in_,)
         return model, MeanFieldGuide(model, init_scale=0.1)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Train on a table.
+        """Train on a table, and return the estimator.
 
         Args:
             X: `(N, D)`, an array or a data frame of numbers.
-            y: targets.
+            y: the targets.
             sample_weight: how often each row counts, `(N,)`; by default once.
         """
-        self._check_parameters()
         is_warm = self.warm_start and hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, reset=not is_warm)
-        if not is_warm:
-            self._set_targets(y, weights)
-            self.x_mean_, self.x_scale_ = scales(X, weights)
+        X, y, weights = self._validated(X, y, sample_weight, is_first=not is_warm)
         self.num_rows_seen_ = float(weights.sum())
         start = self.ensemble_ if is_warm and len(self.ensemble_) == self.ensemble_size else None
         self._fit_rows(self._rows(X, y, weights), start)
         return self
 
-    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
-        """Write the fitted estimator to a directory of safetensors and JSON; returns its path.
-
-        Args:
-            path: a new directory; an existing one is replaced only with `overwrite`, and only if
-                it holds a saved model.
-            overwrite: whether an existing model may be replaced.
-        """
-        check_is_fitted(self)
-        return write_estimator(self, path, overwrite, None)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Any:
-        """The estimator that `save` wrote; reading it runs no code of its author.
-
-        Raises:
-            CheckpointError: naming the file and what is wrong with it.
-        """
-        return read_estimator(path, {cls.__name__: cls})[0]
-
-    def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
-        """One pass over these rows, counted as a sample of all rows seen so far."""
-        self._check_parameters()
+    def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Any:
+        """Make one pass over these rows, which count as a sample of all rows seen so far."""
         is_first = not hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, reset=is_first)
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        X, y, weights = self._validated(X, y, sample_weight, is_first, classes)
+        seed = self._seed()
         if is_first:
-            self._set_targets(y, weights)
-            self.x_mean_, self.x_scale_ = scales(X, weights)
             self.num_rows_seen_ = 0.0
             self._reset_calibration()
             self.ensemble_ = self._build(self.ensemble_size, seed)
@@ -232,38 +190,71 @@ class TableEstimator(BaseEstimator):
         self.history_ = train(self.ensemble_, rows, plan)
         return self
 
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+        """Write the fitted estimator to a directory of safetensors and JSON, and return its path.
+
+        Args:
+            path: a new directory. An existing one is replaced only with `overwrite`, and only if
+                it holds a saved model.
+            overwrite: whether an existing model may be replaced.
+        """
+        check_is_fitted(self)
+        return write_estimator(self, path, overwrite, None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Any:
+        """The estimator that `save` wrote. Loading it runs no code from the files.
+
+        Raises:
+            CheckpointError: the message names the file and says what is wrong with it.
+        """
+        return read_estimator(path, {cls.__name__: cls})[0]
+
     def _validated(
-        self, X: Any, y: Any, sample_weight: Any, reset: bool
+        self, X: Any, y: Any, sample_weight: Any, is_first: bool, classes: Any = None
     ) -> tuple[Array, Array, Array]:
+        """Inputs, targets and weights of the rows whose weight is not zero.
+
+        At the first call the scales of the columns are learned too, and those of the targets, or
+        their classes.
+        """
+        self._check_parameters()
         if y is None:
             raise ValueError(
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = validate_data(
-            self, X, reset=reset, dtype=[np.float64, np.float32], ensure_min_samples=2
-        )
+        X = validate_data(self, X, reset=is_first, dtype=_DTYPES, ensure_min_samples=2)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if not weights.sum() > 0:
             raise ValueError("Sample weights must contain at least one non-zero number.")
         is_used = weights > 0
-        return (X, y, weights) if is_used.all() else (X[is_used], y[is_used], weights[is_used])
+        if not is_used.all():
+            X, y, weights = X[is_used], y[is_used], weights[is_used]
+        if is_first:
+            self._set_targets(y if classes is None else np.asarray(classes), weights)
+            self.x_mean_, self.x_scale_ = scales(X, weights)
+        return X, y, weights
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
+        """The rows as tensors on the device: standardised inputs, targets and weights."""
+        x = np.empty(X.shape, dtype=np.float32)
+        for part in _chunks(len(X)):
+            x[part] = (X[part] - self.x_mean_) / self.x_scale_
+        tensors = (torch.from_numpy(x), self._targets(y), torch.from_numpy(weights).float())
         device = self._device()
-        tensors = (self._inputs(X), self._targets(y), torch.from_numpy(weights).float())
         return Rows(*(tensor.to(device) for tensor in tensors))
 
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
-        """Train on the rows: hold some out, calibrate on them, and then use them too.
+        """Train on the rows in one or two passes, and calibrate on rows that are held out.
 
-        First pass: every member trains without a held-out part, which says when to stop and how
-        wide predictions must be. With few rows, or one member, a second pass trains on all
-        rows for as long as the first one found best.
+        In the first pass every member trains without its held-out part. That part decides when to
+        stop and how wide predictions must be. With few rows, or with one member, a second pass
+        trains on all rows for as many epochs as the first pass found best.
         """
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = self._seed()
         N, E = len(rows.x), self.ensemble_size
         plan = self._plan(N, seed)
         self._reset_calibration()
@@ -299,24 +290,35 @@ class TableEstimator(BaseEstimator):
         self.history_.rows += history.rows
         self.history_.seconds += history.seconds
 
-    def _inputs(self, X: Array) -> Tensor:
-        """Standardised inputs in float32, chunk by chunk."""
-        out = np.empty(X.shape, dtype=np.float32)
-        for rows in chunks(len(X)):
-            out[rows] = (X[rows] - self.x_mean_) / self.x_scale_
-        return torch.from_numpy(out)
-
     def _moments(self, X: Any) -> Iterator[tuple[Ensemble, FunctionMoments]]:
-        """q(f) of every member, chunk by chunk of the rows, in float64.
+        """q(f) of every member, one chunk of rows after the other, in float64.
 
-        In double precision a row's prediction does not depend on the rows beside it.
+        In double precision the prediction of a row does not depend on the rows beside it.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        X = validate_data(self, X, reset=False, dtype=_DTYPES)
         ensemble = self.ensemble_.to(self._device(), torch.float64)
-        slices = chunks(len(X), len(ensemble) * ensemble.model.num_functions)
+        slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
         bar = tqdm(slices, desc="predict", delay=2, disable=not self.progress, leave=False)
         for rows in bar:
             x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
             with torch.no_grad():
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
+
+
+def scales(values: Array, weights: Array) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation of every column; 1 for the deviation of a constant."""
+    total = weights.sum()
+    mean = np.einsum("n,nd->d", weights, values, dtype=np.float64) / total
+    var = np.zeros(values.shape[1])
+    for rows in _chunks(len(values)):
+        var += np.einsum("n,nd->d", weights[rows], (values[rows] - mean) ** 2)
+    scale = np.sqrt(var / total)
+    is_constant = scale <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
+    return mean, np.where(is_constant, 1.0, scale)
+
+
+def _chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:
+    """Slices that cover all rows. They are shorter where a row has many numbers."""
+    size = max(64, min(_CHUNK, _CHUNK_NUMBERS // numbers_per_row))
+    return [slice(start, start + size) for start in range(0, num_rows, size)]

@@ -44,9 +44,7 @@ def environment(clone, tmp_path_factory):
         # The entry point of the environment may be that of another copy of the code.
         script = tmp_path_factory.mktemp("bin") / "pyro-dak"
         python = Path(given).absolute() / "bin" / "python"
-        script.write_text(
-            f'#!/bin/sh\nexec {python} -c "from pyro_dak.tables.cli import main; main()" "$@"\n'
-        )
+        script.write_text(f'#!/bin/sh\nexec {python} -m pyro_dak "$@"\n')
         script.chmod(0o755)
         bins = [script.parent, python.parent]
         values |= {"PYRO_DAK_VENV": str(Path(given).absolute()), "PYTHONPATH": str(clone)}

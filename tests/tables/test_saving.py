@@ -1,0 +1,91 @@
+"""Fitted estimators on disk: the same predictions, and clear errors."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor
+
+
+def regression(num_rows, seed=0):
+    X = np.random.default_rng(seed).standard_normal((num_rows, 3))
+    return X, 100 + 10 * np.sin(2 * X[:, 0])
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    options = {"hidden_layer_sizes": (8,), "num_units": 4, "level": 3, "progress": False}
+    model = DAKRegressor(2, epochs=5, random_state=0, **options).fit(*regression(100))
+    torch.set_default_dtype(dtype)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _single_precision():
+    torch.set_default_dtype(torch.float32)
+
+
+def test_saved_and_loaded_predict_the_same(fitted, tmp_path):
+    X, _ = regression(50, seed=2)
+    path = fitted.save(tmp_path / "model")
+    loaded = DAKRegressor.load(path)
+    assert loaded.get_params() == fitted.get_params()
+    one, other = fitted.predict_dist(X), loaded.predict_dist(X)
+    for name in ("mean", "epistemic", "aleatoric"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert other.df == one.df
+    again = pickle.loads(pickle.dumps(fitted)).predict(X)
+    np.testing.assert_array_equal(again, one.mean)
+    loaded.partial_fit(*regression(50))
+
+
+def test_saving_replaces_only_models_and_only_when_told(fitted, tmp_path):
+    path = fitted.save(tmp_path / "model")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        fitted.save(path)
+    fitted.save(path, overwrite=True)
+    (path / "letter.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match="left as it is"):
+        fitted.save(path, overwrite=True)
+
+
+def test_files_of_another_kind_are_refused(fitted, tmp_path):
+    path = fitted.save(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="holds a DAKRegressor, expected DAKClassifier"):
+        DAKClassifier.load(path)
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="checksum"):
+        DAKRegressor.load(path)
+    (path / "config.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(CheckpointError, match="not written by pyro_dak"):
+        DAKRegressor.load(path)
+
+
+def test_files_without_the_factor_of_mixtures_are_read_with_one(tmp_path):
+    """The first versions did not have it."""
+    estimator = DAKRegressor(epochs=1, progress=False).fit(*regression(30))
+    del estimator.mixture_factor_
+    path = estimator.save(tmp_path / "model")
+    assert DAKRegressor.load(path).mixture_factor_ == 1
+
+
+def test_labels_keep_their_type_and_others_are_refused(tmp_path):
+    X, y = regression(40)
+    options = {"hidden_layer_sizes": (8,), "num_units": 2, "epochs": 1, "progress": False}
+    for kind in (np.int32, np.float64, np.bool_, str, object):
+        labels = (y > 100).astype(str if kind is object else kind).astype(kind)
+        path = DAKClassifier(**options).fit(X, labels).save(tmp_path / np.dtype(kind).name)
+        found, expected = DAKClassifier.load(path).classes_, np.unique(labels)
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
+    dates = np.where(y > 100, np.datetime64("2020-01-01"), np.datetime64("2021-01-01"))
+    model = DAKClassifier(**options).fit(X, (y > 100).astype(int))
+    model.classes_ = np.unique(dates)
+    with pytest.raises(ValueError, match="cannot be stored; use strings or numbers"):
+        model.save(tmp_path / "dates")
