@@ -39,6 +39,7 @@ __all__ = [
     "Checkpoints",
     "Loaded",
     "check_replaceable",
+    "cpu_copies",
     "describe",
     "is_ours",
     "load",
@@ -203,12 +204,12 @@ def describe(model: DAK, guide: nn.Module) -> dict[str, Any]:
 
 def module_tensors(model: nn.Module, guide: nn.Module) -> dict[str, Tensor]:
     """The state of both, with the prefixes "model." and "guide.", as contiguous CPU copies."""
-    states = {"model": model.state_dict(), "guide": guide.state_dict()}
-    return {
-        f"{prefix}.{name}": tensor.detach().cpu().clone().contiguous()
-        for prefix, state in states.items()
-        for name, tensor in state.items()
-    }
+    return cpu_copies(nn.ModuleDict({"model": model, "guide": guide}).state_dict())
+
+
+def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the CPU, as safetensors wants them."""
+    return {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
 
 
 def load_module_tensors(model: nn.Module, guide: nn.Module, tensors: Mapping[str, Tensor]) -> None:

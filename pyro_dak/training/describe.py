@@ -71,45 +71,30 @@ _AUTOGUIDES = _by_name(
     autoguide.AutoMultivariateNormal,
     autoguide.AutoNormal,
 )
-# Layers of networks that can be described, with the arguments that make them.
-_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.AdaptiveAvgPool2d: ("output_size",),
-    nn.AvgPool2d: (
-        "kernel_size",
-        "stride",
-        "padding",
-        "ceil_mode",
-        "count_include_pad",
-        "divisor_override",
-    ),
-    nn.BatchNorm1d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
-    nn.BatchNorm2d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
-    nn.Conv2d: (
-        "in_channels",
-        "out_channels",
-        "kernel_size",
-        "stride",
-        "padding",
-        "dilation",
-        "groups",
-        "bias",
-        "padding_mode",
-    ),
-    nn.Dropout: ("p",),
-    nn.Dropout2d: ("p",),
-    nn.ELU: ("alpha",),
-    nn.Flatten: ("start_dim", "end_dim"),
-    nn.GELU: ("approximate",),
-    nn.Identity: (),
-    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine", "bias"),
-    nn.LeakyReLU: ("negative_slope",),
-    nn.Linear: ("in_features", "out_features", "bias"),
-    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
-    nn.ReLU: (),
-    nn.SiLU: (),
-    nn.Sigmoid: (),
-    nn.Softplus: ("beta", "threshold"),
-    nn.Tanh: (),
+# Layers of networks that can be described, with the names of the arguments that make them.
+_POOL = "kernel_size stride padding"
+_NORM = "num_features eps momentum affine track_running_stats"
+_LAYERS: dict[type[nn.Module], str] = {
+    nn.AdaptiveAvgPool2d: "output_size",
+    nn.AvgPool2d: f"{_POOL} ceil_mode count_include_pad divisor_override",
+    nn.BatchNorm1d: _NORM,
+    nn.BatchNorm2d: _NORM,
+    nn.Conv2d: f"in_channels out_channels {_POOL} dilation groups bias padding_mode",
+    nn.Dropout: "p",
+    nn.Dropout2d: "p",
+    nn.ELU: "alpha",
+    nn.Flatten: "start_dim end_dim",
+    nn.GELU: "approximate",
+    nn.Identity: "",
+    nn.LayerNorm: "normalized_shape eps elementwise_affine bias",
+    nn.LeakyReLU: "negative_slope",
+    nn.Linear: "in_features out_features bias",
+    nn.MaxPool2d: f"{_POOL} dilation return_indices ceil_mode",
+    nn.ReLU: "",
+    nn.SiLU: "",
+    nn.Sigmoid: "",
+    nn.Softplus: "beta threshold",
+    nn.Tanh: "",
 }
 _LAYERS_BY_NAME = _by_name(*_LAYERS)
 
@@ -143,7 +128,7 @@ def describe_network(network: nn.Module) -> Description | None:
         return {"name": "Sequential", "children": children}
     if type(network) not in _LAYERS:
         return None
-    arguments = {name: getattr(network, name) for name in _LAYERS[type(network)]}
+    arguments = {name: getattr(network, name) for name in _LAYERS[type(network)].split()}
     if "bias" in arguments:
         arguments["bias"] = arguments["bias"] is not None
     return {"name": type(network).__name__} | {k: _plain(v) for k, v in arguments.items()}

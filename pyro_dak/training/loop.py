@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from pyro_dak.prediction.predict import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     CheckpointError,
     Checkpoints,
+    cpu_copies,
     describe,
     read_directory,
     write_directory,
@@ -374,22 +374,13 @@ class Run:
         self.learner.train()
         self.generator.set_state(self.generator_state)
         batches = self.data.epoch(self.generator, self.batch)
-        for batch, factor in zip(batches, self._factors(), strict=False):
+        factors = self.plan.factors(self.step, self.batches_per_epoch)
+        for batch, factor in zip(batches, factors, strict=False):
             self.train_step(batch, factor)
             bar.update()
             if self._any_process(interrupt.is_set()):
                 return False
         return True
-
-    def _factors(self) -> Iterator[float]:
-        """The factors of the learning rates from this step on.
-
-        Those of the epoch are computed at once; an iterable may yield more batches than expected.
-        """
-        steps, per_epoch = self.batches_per_epoch - self.batch, self.batches_per_epoch
-        end = self.step + max(steps, 0)
-        expected = self.plan.factors(self.step, end, per_epoch)
-        return chain(expected, (self.plan.factors(s, s + 1, per_epoch)[0] for s in count(end)))
 
     def _any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process, so that all of them stop at the same step."""
@@ -500,17 +491,16 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint; all processes call it, the first writes. Never one with NaNs."""
         assert self.checkpoints is not None
-        weights = {name: _on_disk(tensor) for name, tensor in self.learner.state_dict().items()}
+        weights = cpu_copies(self.learner.state_dict())
         for name, tensor in weights.items():
             self._check_finite(float(tensor.double().abs().sum()), f"sum of |{name}|")
         rng_states = self.fabric.all_gather(torch.get_rng_state().to(self.fabric.device))
         if self.fabric.is_global_zero:
             tensors, numbers = optimizer_state(self.raw_optimizers)
             trainer = {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
-            trainer |= {f"best.{name}": _on_disk(t[0]) for name, t in self.best.kept.items()}
-            trainer["totals"] = self.totals.cpu().clone()
-            trainer["generator"] = self.generator_state
-            trainer["rng"] = rng_states.cpu().reshape(self.fabric.world_size, -1).clone()
+            trainer |= {f"best.{name}": tensor[0] for name, tensor in self.best.kept.items()}
+            trainer |= {"totals": self.totals, "generator": self.generator_state}
+            trainer["rng"] = rng_states.reshape(self.fabric.world_size, -1)
             if self.fabric.device.type == "cuda":
                 trainer["cuda_rng"] = torch.cuda.get_rng_state(self.fabric.device)
             best_score = float(self.best.scores) if self.best.kept else math.inf
@@ -529,7 +519,7 @@ class Run:
                 }
             }
             path = self.checkpoints.directory / f"step-{self.step:09d}"
-            write_directory(path, config, weights, trainer)
+            write_directory(path, config, weights, cpu_copies(trainer))
             self.checkpoints.prune()
         self.fabric.barrier()
 
@@ -542,7 +532,10 @@ class Run:
             raise CheckpointError(f"{path}: is a saved model, not a checkpoint of a training run.")
         self._check_settings(path, state)
         self._check_description(path, config)
-        self._load_weights(path, tensors)
+        try:
+            self.learner.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: is of another model or guide: {error}") from error
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
         self.history.rows, self.history.best_epoch = state["rows"], state["best_epoch"]
         if state["status"] == "stopped early":
@@ -559,19 +552,6 @@ class Run:
             torch.set_rng_state(trainer["rng"][self.fabric.global_rank].clone())
         if "cuda_rng" in trainer and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(trainer["cuda_rng"], self.fabric.device)
-
-    def _load_weights(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        own = self.learner.state_dict()
-        shapes, stored = ({k: t.shape for k, t in side.items()} for side in (own, tensors))
-        different = sorted(k for k in shapes | stored if shapes.get(k) != stored.get(k))
-        if different:
-            raise CheckpointError(
-                f"{path}: is of another model or guide (the names or shapes of "
-                f"{', '.join(different[:5])} differ)."
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
 
     def _load_best(self, score: float, tensors: dict[str, Tensor]) -> None:
         best, epoch = self.best, self.history.best_epoch or 0
@@ -609,11 +589,6 @@ class Run:
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-def _on_disk(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU, as safetensors wants it."""
-    return tensor.detach().cpu().clone().contiguous()
 
 
 @contextmanager

@@ -66,15 +66,11 @@ def optimizer_state(optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor],
 
     A name is "index.key", where the index counts the parameters of all optimisers.
     """
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for index, entry in enumerate(_entries(optimizers)):
-        for key, value in entry.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().cpu().clone().contiguous()
-            else:
-                numbers[f"{index}.{key}"] = value
-    return tensors, numbers
+    groups = [(o, group) for o in optimizers for group in o.param_groups]
+    states = [o.state.get(p, {}) for o, group in groups for p in group["params"]]
+    entries = {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in entries.items() if name not in tensors}
 
 
 def load_optimizers(
@@ -93,12 +89,6 @@ def load_optimizers(
         optimizer.load_state_dict(content)
         _match_layout(optimizer)
         offset += count
-
-
-def _entries(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """The state of every parameter, in the order of optimisers, groups and parameters."""
-    groups = [(o, group) for o in optimizers for group in o.param_groups]
-    return [o.state.get(p, {}) for o, group in groups for p in group["params"]]
 
 
 def _match_layout(optimizer: Optimizer) -> None:

@@ -1,7 +1,8 @@
 """How to train, and what came of it: `Plan`, `History` and `TrainingError`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -105,12 +106,12 @@ class Plan:
         every = 1 if self.num_scorings is None else max(1, self.epochs // self.num_scorings)
         return epoch % every == 0 or epoch == self.num_epochs
 
-    def factors(self, first: int, last: int, steps_per_epoch: int) -> list[float]:
-        """The factors of the learning rates at the steps from `first` to before `last`."""
+    def factors(self, step: int, steps_per_epoch: int) -> Iterator[float]:
+        """The factors of the learning rates from a step on; the last one stays."""
         schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
         total = self.epochs * steps_per_epoch
-        steps = range(first, last)
-        return [schedule(min(step, total - 1), total, steps_per_epoch) for step in steps]
+        for number in count(step):
+            yield schedule(min(number, total - 1), total, steps_per_epoch)
 
     def groups(self, network: Sequence[Tensor], last_layer: Sequence[Tensor]) -> list[Group]:
         """The parameters in the groups that the optimisers take, network first."""
