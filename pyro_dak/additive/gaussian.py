@@ -23,8 +23,8 @@ __all__ = [
     "expected_log_heteroscedastic",
     "expected_log_normal",
     "kl_diagonal",
+    "kl_elements",
     "kl_low_rank",
-    "kl_normal",
     "kl_tril",
     "log_normalizer_bound",
     "mean_field_moments",
@@ -195,18 +195,11 @@ def expected_log_categorical_bound(
     return at_label - log_normalizer_bound(moments)
 
 
-def kl_normal(
-    loc: Float[Tensor, "*shape"],
-    scale: Float[Tensor, "*shape"],
-    prior_loc: Float[Tensor, "..."] | float = 0.0,
-    prior_scale: Float[Tensor, "..."] | float = 1.0,
+def kl_elements(
+    loc: Float[Tensor, "*shape"], log_scale: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """KL of each normal from its prior, elementwise.
-
-    (r^2 + ((m - m0) / s0)^2 - 1) / 2 - log r with r = s / s0.
-    """
-    ratio = scale / prior_scale
-    return 0.5 * (ratio.square() + ((loc - prior_loc) / prior_scale).square() - 1) - ratio.log()
+    """KL of N(m, s^2) from N(0, 1) of every element: (s^2 + m^2 - 1) / 2 - log s."""
+    return 0.5 * (loc.square() + (2 * log_scale).exp() - 1) - log_scale
 
 
 def kl_diagonal(
@@ -215,8 +208,11 @@ def kl_diagonal(
     prior_loc: Float[Tensor, "..."] | float = 0.0,
     prior_scale: Float[Tensor, "..."] | float = 1.0,
 ) -> Float[Tensor, ""]:
-    """KL of independent normals from independent normals, summed over all elements, a scalar."""
-    return kl_normal(loc, scale, prior_loc, prior_scale).sum()
+    """KL of independent normals from independent normals, summed over all elements, a scalar.
+
+    It is the KL of (m - m0) / s0 and s / s0 from N(0, 1).
+    """
+    return kl_elements((loc - prior_loc) / prior_scale, (scale / prior_scale).log()).sum()
 
 
 def kl_tril(

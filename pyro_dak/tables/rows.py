@@ -1,18 +1,25 @@
 """Rows to train on: which of them are held out, and the settings that follow from their number."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dak.tables.ensemble_training import Rows
-
-__all__ = ["FEW_ROWS", "default_batch_size", "default_epochs", "held_out_rows", "without"]
+__all__ = ["FEW_ROWS", "Rows", "default_batch_size", "default_epochs", "held_out_rows", "without"]
 
 # With fewer rows than this, one held-out part is too small to calibrate on, so several are used.
 FEW_ROWS = 2000
 # More held-out rows than this would not improve the calibration.
 _MAX_HELD_OUT = 5000
+
+
+class Rows(NamedTuple):
+    """Inputs `(N, D)`, targets, and how much each row counts: `(N,)`, or `(E, N)` by member."""
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
 
 
 def default_batch_size(num_rows: int) -> int:
