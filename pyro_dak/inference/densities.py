@@ -89,11 +89,7 @@ def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihoo
         noise: a scalar or anything that broadcasts against f, `(..., N, C)`.
     """
     likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
-    if noise is not None:
-        module: Any = likelihood.noise
-        del module.log_scale  # where a parameter was, only a parameter may be set
-        module.log_scale = noise.log()
-    return likelihood
+    return likelihood if noise is None else likelihood.with_noise(noise.log())
 
 
 def likelihoods_of_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Iterator[Any]:

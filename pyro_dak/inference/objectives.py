@@ -69,9 +69,13 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
 
 def _normal_priors(model: DAK, guide: GaussianGuide) -> dict[str, tuple[Any, Any]] | None:
     """(loc, scale) of the priors of the weights by site, or None if some are not normal."""
-    priors = {name: model.normal_prior(name) for name in guide.weight_sites}
-    normal = {name: prior for name, prior in priors.items() if prior is not None}
-    return normal if len(normal) == len(priors) else None
+    priors = {}
+    for name in guide.weight_sites:
+        prior = model.normal_prior(name)
+        if prior is None:
+            return None
+        priors[name] = prior
+    return priors
 
 
 def _announce(model: DAK, guide: GaussianGuide) -> None:
@@ -107,7 +111,7 @@ class AnalyticELBO(ELBO):
         self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
-        self._check(model, guide)
+        self._check(guide)
         y = model.likelihood.check_targets(y, model.num_outputs)
         if len(y) != len(h):
             raise ValueError(
@@ -146,13 +150,13 @@ class AnalyticELBO(ELBO):
     def _get_trace(self, model: DAK, guide: GaussianGuide, args: object, kwargs: object) -> None:
         raise NotImplementedError(f"{type(self).__name__} traces nothing.")
 
-    def _check(self, model: DAK, guide: GaussianGuide) -> None:
+    def _check(self, guide: GaussianGuide) -> None:
         if not isinstance(guide, GaussianGuide):
             raise TypeError(
                 f"{type(self).__name__} needs one of pyro_dak's Gaussian guides, whose q(f) is "
                 f"known; got {type(guide).__name__}. Use Trace_ELBO of Pyro for other guides."
             )
-        if model.has_shrinkage:
+        if not guide.has_closed_form:
             raise NotImplementedError(
                 f"{type(self).__name__} needs Gaussian f under q, and a prior on `shrinkage` "
                 "breaks it. Use Trace_ELBO of Pyro."

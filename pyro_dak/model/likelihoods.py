@@ -1,7 +1,9 @@
 """Observation models: the distribution of y given f, its expectation under a Gaussian q(f)."""
 
+import copy
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -63,6 +65,15 @@ class Likelihood(nn.Module, ABC):
             "Use LocalReparamELBO, or Trace_ELBO of Pyro."
         )
 
+    def with_noise(self, log_scale: Tensor) -> Any:
+        """A copy whose noise scale has this logarithm, which may broadcast against f in any way.
+
+        The copy shares everything else.
+        """
+        other = copy.copy(self)
+        other._modules = {**self._modules, "noise": _Noise(log_scale, learn=False)}
+        return other
+
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """Mean of y, its epistemic and its aleatoric variance, each `(..., N, C)`.
 
@@ -83,8 +94,9 @@ class Likelihood(nn.Module, ABC):
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            check_floating("y", y)
+        if isinstance(y, Tensor) and y.is_floating_point() and y.shape[1:] == (num_outputs,):
+            return y
+        check_floating("y", y)
         return _as_columns(y, num_outputs)
 
     def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
@@ -108,26 +120,33 @@ def _as_columns(y: Tensor, num_outputs: int) -> Tensor:
     return y
 
 
-class _NoiseScale(nn.Module):
-    """A positive scale, fixed or learned, one or one per output; kept as its logarithm."""
+class _Noise(nn.Module):
+    """A positive scale, kept as its logarithm: a parameter if it is learned, else a buffer."""
 
-    def __init__(self, noise_scale: float | Tensor, learn: bool):
+    log_scale: Tensor
+
+    def __init__(self, log_scale: Tensor, learn: bool):
         super().__init__()
-        value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
-        if value.dim() > 1:
-            raise ValueError(
-                f"`noise_scale` must be a number or one per output, (C,); "
-                f"got shape {tuple(value.shape)}."
-            )
-        for entry in [] if value.is_meta else value.flatten().tolist():
-            check_positive("noise_scale", entry)
         if learn:
-            self.log_scale: Tensor = nn.Parameter(value.log())
+            self.log_scale = nn.Parameter(log_scale)
         else:
-            self.register_buffer("log_scale", value.log())
+            self.register_buffer("log_scale", log_scale)
 
     def forward(self) -> Tensor:
         return self.log_scale.exp()
+
+
+def _noise(noise_scale: float | Tensor, learn: bool) -> _Noise:
+    """The noise of a likelihood, from one scale or one per output."""
+    value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
+    if value.dim() > 1:
+        raise ValueError(
+            f"`noise_scale` must be a number or one per output, (C,); "
+            f"got shape {tuple(value.shape)}."
+        )
+    for entry in [] if value.is_meta else value.flatten().tolist():
+        check_positive("noise_scale", entry)
+    return _Noise(value.log(), learn)
 
 
 class GaussianLikelihood(Likelihood):
@@ -142,7 +161,7 @@ class GaussianLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
         super().__init__()
-        self.noise = _NoiseScale(noise_scale, learn)
+        self.noise = _noise(noise_scale, learn)
 
     @property
     def noise_scale(self) -> Tensor:
@@ -185,7 +204,7 @@ class HeteroscedasticLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
         super().__init__()
-        self.noise = _NoiseScale(noise_scale, learn)
+        self.noise = _noise(noise_scale, learn)
 
     @property
     def log_noise_var_offset(self) -> Tensor:
@@ -240,7 +259,7 @@ class StudentTLikelihood(Likelihood):
         super().__init__()
         check_positive("df", df)
         self.df = float(df)
-        self.noise = _NoiseScale(noise_scale, learn)
+        self.noise = _noise(noise_scale, learn)
 
     @property
     def noise_scale(self) -> Tensor:

@@ -14,8 +14,12 @@ __all__ = ["MeanFieldGuide"]
 
 def _is_standard(priors: NormalParameters) -> bool:
     """Whether the sites are z and mu alone, both with the numbers of N(0, 1) as priors."""
-    numbers = [part for prior in priors.values() for part in prior]
-    return all([isinstance(n, int | float) for n in numbers]) and numbers == [0, 1, 0, 1]
+    for loc, scale in priors.values():
+        if not (isinstance(loc, int | float) and isinstance(scale, int | float)):
+            return False
+        if loc != 0 or scale != 1:
+            return False
+    return len(priors) == 2
 
 
 class MeanFieldGuide(SiteNormals):

@@ -164,9 +164,9 @@ class Target:
         return self._row_log_lik(f, noise).sum()
 
     def _row_log_lik(self, f: Tensor, noise: Tensor | None = None) -> Tensor:
-        likelihood: Any = self._likelihood
+        likelihood = self._likelihood
         if noise is not None:
-            likelihood.noise.log_scale = noise.log()
+            likelihood = likelihood.with_noise(noise.log())
         return likelihood.distribution(f).log_prob(self.y)
 
     @torch.no_grad()
