@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Scaling(nn.Module):
-    """Affine map per unit, `(..., N, P)` to `(..., N, P)`, with two statistics `(P,)` a unit.
+    """An affine map per unit, `(..., N, P)` to `(..., N, P)`, from two statistics `(P,)` each.
 
     Subclasses say how the statistics come from a batch and how the map comes from them.
 
@@ -78,10 +78,6 @@ class Scaling(nn.Module):
         """Gain and shift, `(P,)` each, of the map that these statistics define."""
         raise NotImplementedError
 
-    def fixed_affine(self) -> tuple[Tensor, Tensor]:
-        """Gain and shift of eval mode, from the running statistics."""
-        return self.affine(self.first, self.second)
-
     def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """The map that these statistics define, applied to h."""
         gain, shift = self.affine(first, second)
@@ -114,7 +110,7 @@ class Scaling(nn.Module):
 
 
 class Standardize(Scaling):
-    """Mean to the middle of the bounds, `num_std` standard deviations to either bound.
+    """The mean goes to the middle of the bounds, `num_std` standard deviations to either bound.
 
     Args:
         num_units: P.
@@ -137,7 +133,7 @@ class Standardize(Scaling):
         self.num_std, self.eps = num_std, eps
 
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """In one process torch's batch normalisation, whose gain and shift are constants here."""
+        """A batch mapped by its own statistics; in one process by torch's batch normalisation."""
         if self.is_synchronized:
             return super().map_batch(rows)
         low, high = self.bounds
@@ -149,7 +145,7 @@ class Standardize(Scaling):
         return scaled, mean, (inverse_std.detach().pow(-2) - self.eps).clamp_(min=0)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance; over all processes if there are several."""
+        """Mean and variance, over all processes if there are several."""
         if not self.is_synchronized:
             var, mean = torch.var_mean(rows, 0, correction=0)
             return mean, var
@@ -169,7 +165,10 @@ class Standardize(Scaling):
 
 
 class MinMax(Scaling):
-    """Minimum to the lower bound, maximum to the upper, per unit (the paper's, mended).
+    """The minimum of each unit goes to the lower bound, its maximum to the upper.
+
+    The paper takes one minimum and maximum of all units, and at test time those of the last batch;
+    here each unit has its own, and running ones serve in eval mode.
 
     Args:
         num_units: P.
@@ -189,7 +188,7 @@ class MinMax(Scaling):
         self.eps = eps
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum; over all processes, then without gradient, if there are several."""
+        """Minimum and maximum; over all processes, and without gradient, if there are several."""
         low, high = torch.aminmax(rows, dim=0)
         if self.is_synchronized:
             extremes = torch.cat([-low, high]).detach()

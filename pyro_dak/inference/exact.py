@@ -112,7 +112,7 @@ def _noise_scale(model: DAK) -> list[float]:
 
 
 class _Solution(NamedTuple):
-    """Of one output: mean and Cholesky factor of the whitened weights, and the evidence's terms
+    """The solution for one output: mean and Cholesky factor of the whitened weights, and `fit`,
 
     sum_n log v_n + log det(I + B^T B) + r^T r - m^T (I + B^T B) m.
     """

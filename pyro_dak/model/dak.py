@@ -179,7 +179,7 @@ class DAK(PyroModule):
     def conditional_prior(
         self, name: str, values: Mapping[str, Tensor], like: Tensor
     ) -> dist.Distribution:
-        """Prior of a site given the sites before it, of which only the horseshoe's matters."""
+        """Prior of a site given the sites before it; only the horseshoe's depends on one."""
         if name != "shrinkage" or "global_shrinkage" not in values:
             return self.prior_distribution(name, like)
         scale = values["global_shrinkage"].unsqueeze(-1)

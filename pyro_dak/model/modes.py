@@ -16,7 +16,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def with_own_tensors(module: _Module, device: torch.device) -> _Module:
-    """A copy of a module whose parameters and buffers are its own: later training is not seen.
+    """A copy of a module with parameters and buffers of its own, which later training leaves alone.
 
     All else is shared, which makes it several times faster than a deep copy.
     """
@@ -36,7 +36,7 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, module-local parameters; every submodule's mode comes back after."""
+    """Eval mode without gradients and with module-local parameters; the modes come back after."""
     modes: dict[nn.Module, bool] = {}
     for module in modules:
         for part in module.modules():
@@ -70,5 +70,5 @@ def is_mixed(like: Tensor) -> bool:
 
 
 def own_precision(like: Tensor) -> AbstractContextManager[Any]:
-    """A context without autocast; where there is none already, it costs nothing."""
+    """A context in which autocast is off; it costs nothing where it is off already."""
     return torch.autocast(like.device.type, enabled=False) if is_mixed(like) else nullcontext()

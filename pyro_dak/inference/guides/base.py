@@ -109,7 +109,7 @@ class GaussianGuide(PyroModule):
         return nn.Parameter(torch.full(shape, math.log(self.init_scale)))
 
     def initial_raw_tril(self, *shape: int) -> nn.Parameter:
-        """What `tril` makes diagonal Cholesky factors of at the start."""
+        """The matrices whose `tril` are the diagonal Cholesky factors at the start."""
         size = shape[-1]
         return nn.Parameter(math.log(self.init_scale) * torch.eye(size).expand(*shape).clone())
 
