@@ -17,7 +17,6 @@ __all__ = [
     "check_positive",
     "check_rank",
     "check_shape",
-    "second_derivative_error",
 ]
 
 
@@ -29,15 +28,6 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
     if number < minimum or (maximum is not None and number > maximum):
         limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"`{name}` must be {limits}; got {value}.")
-
-
-def second_derivative_error() -> NotImplementedError:
-    """The error of a backward pass that has no gradient of its own."""
-    return NotImplementedError(
-        "The local route has first derivatives only; second ones were asked for "
-        "(`create_graph=True`). Take differences of gradients, or the moments of f from "
-        '`KernelActivation.combine_moments(..., route="dense")`.'
-    )
 
 
 def check_positive(name: str, value: object) -> None:

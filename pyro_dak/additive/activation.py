@@ -13,7 +13,6 @@ from pyro_dak.additive.factor import dense_inverse_factor
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.fast import fused
-from pyro_dak.fast.gathers import gather, pick, stack_batches
 from pyro_dak.validation import check_choice, check_finite, check_floating
 
 __all__ = ["KernelActivation", "LocalConstants", "Route", "dense_is_faster"]
@@ -100,8 +99,8 @@ class KernelActivation(nn.Module):
         return f"{self.grid}, {self.kernel}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the cached constants: compressed rows cannot be deep-copied."""
-        return {**self.__dict__, "_cache": {}}
+        """The state without the constants: sparse tensors are better made anew than copied."""
+        return {**self.__dict__, "_base": None, "_cache": {}}
 
     def forward(self, h: Tensor) -> Tensor:
         """phi(h), `(..., N, P, M)`, in the level order of the grid.
@@ -187,9 +186,7 @@ class KernelActivation(nn.Module):
         """
         if self.takes_dense_route(weights, route):
             return _flat(self.features(h)) @ _flat(weights).mT
-        j, w0, w1 = self._two_nodes(h)
-        table = F.pad(self.node_values(weights), (1, 1))  # (*b2, C, P, M + 2)
-        return gather(torch.stack([w0, w1], -1), torch.stack([j, j + 1], -1), table)
+        return self._between_nodes(h, weights).sum(-2).mT
 
     def combine_moments(
         self,
@@ -215,7 +212,7 @@ class KernelActivation(nn.Module):
             phi = self.features(h)
             phi = _flat(phi if unit_scale is None else phi * unit_scale.unsqueeze(-1))
             return phi @ _flat(loc).mT, phi.square() @ _flat(var).mT
-        h, table, arrange = stack_batches(h, self.interval_table(loc, var))
+        h, table, arrange = fused.stack_batches(h, self.interval_table(loc, var))
         sigma = None if unit_scale is None else unit_scale.unsqueeze(0)
         intervals = self.local_constants(h).intervals
         mean, variance = fused.interpolated_moments(h.mT, table, sigma, intervals)
@@ -276,9 +273,7 @@ class KernelActivation(nn.Module):
         """
         if not self.has_local_route:
             return torch.einsum("npm,cpm->ncp", self.features(h), weights)
-        j, w0, w1 = self._two_nodes(h)
-        table = F.pad(self.node_values(weights), (1, 1))
-        return w0.unsqueeze(-2) * pick(table, j) + w1.unsqueeze(-2) * pick(table, j + 1)
+        return self._between_nodes(h, weights).permute(2, 0, 1)
 
     def unit_block_variances(self, h: Tensor, scale_tril: Tensor) -> Tensor:
         """Variance of phi(h_p) . z[c, p] for z[c, p] ~ N(., T T^T), `(N, C, P)`.
@@ -294,15 +289,14 @@ class KernelActivation(nn.Module):
         if not self.has_local_route:
             return torch.einsum("npm,cpmk->ncpk", self.features(h), scale_tril).square().sum(-1)
         j, w0, w1 = self._two_nodes(h)
-        w0, w1 = w0.unsqueeze(-2), w1.unsqueeze(-2)
         G = F.pad(self.node_values(scale_tril.mT), (1, 1))  # (C, P, K, M + 2)
         left, right = G[..., :-1], G[..., 1:]
         a = torch.linalg.vector_norm(left, dim=-2)  # (C, P, M + 1)
         safe = torch.where(a > 0, a, 1)
         b = (left * right).sum(-2) / safe
         e = torch.linalg.vector_norm(right - left * (b / safe).unsqueeze(-2), dim=-2)
-        a, b, e = pick(a, j), pick(b, j), pick(e, j)
-        return (w0 * a + w1 * b).square() + (w1 * e).square()
+        a, b, e = _pick(a, j), _pick(b, j), _pick(e, j)
+        return ((w0 * a + w1 * b).square() + (w1 * e).square()).permute(2, 0, 1)
 
     def prior_variance_between_nodes(self) -> float:
         """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
@@ -365,8 +359,16 @@ class KernelActivation(nn.Module):
             *maps,
         )
 
+    def _between_nodes(self, h: Tensor, weights: Tensor) -> Tensor:
+        """phi(h_p) . weights[c, p] through the two nodes around h_p, `(..., C, P, N)`."""
+        j, w0, w1 = self._two_nodes(h)
+        table = F.pad(self.node_values(weights), (1, 1))  # (*b2, C, P, M + 2)
+        return w0 * _pick(table, j) + w1 * _pick(table, j + 1)
+
     def _two_nodes(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        interval = bridge.locate(self._coordinates(h), self.num_inducing, self.delta)
+        """The interval of each input and the weights of its two nodes, `(..., 1, P, N)` each."""
+        x = self._coordinates(h).mT.unsqueeze(-3)
+        interval = bridge.locate(x, self.num_inducing, self.delta)
         return interval.j, *bridge.bridge_weights(interval, self.delta)
 
     def _coordinates(self, h: Tensor) -> Tensor:
@@ -381,6 +383,14 @@ class KernelActivation(nn.Module):
                 f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
                 stacklevel=3,
             )
+
+
+def _pick(table: Tensor, index: Tensor) -> Tensor:
+    """table[..., c, p, index[..., 0, p, n]], `(..., C, P, N)`, for a table `(..., C, P, R)`."""
+    C, P, R = table.shape[-3:]
+    batch = torch.broadcast_shapes(table.shape[:-3], index.shape[:-3])
+    index = index.expand(*batch, C, P, index.shape[-1])
+    return table.expand(*batch, C, P, R).gather(-1, index)
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -8,15 +8,13 @@ all of it. Each function here has a plain twin in `additive`, which a test holds
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from pyro_dak.validation import second_derivative_error
 
 __all__ = [
     "Intervals",
@@ -28,10 +26,20 @@ __all__ = [
     "mean_field_terms",
     "node_matrix",
     "sinh_ratio",
+    "stack_batches",
     "two_nodes",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
+
+
+def _second_derivative_error() -> NotImplementedError:
+    """The error of a backward pass that has no gradient of its own."""
+    return NotImplementedError(
+        "The local route has first derivatives only; second ones were asked for "
+        "(`create_graph=True`). Take differences of gradients, or the moments of f from "
+        '`KernelActivation.combine_moments(..., route="dense")`.'
+    )
 
 
 class Intervals(NamedTuple):
@@ -348,7 +356,7 @@ class _InterpolatedMoments(torch.autograd.Function):
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         if torch.is_grad_enabled():
-            raise second_derivative_error()
+            raise _second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
         shape = (F, 1, E, 1, N)
@@ -399,6 +407,32 @@ def interpolated_moments(
     return mean.sum(-2), var.sum(-2)
 
 
+def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Arguments of `interpolated_moments`, and how to arrange its results as `(..., N, C)`.
+
+    If either batch is trivial, it is not copied: the batch of the table joins its functions, the
+    batch of the inputs joins their rows. Else the batch is one of members.
+
+    Args:
+        h: `(*b1, N, P)`.
+        table: `(*b2, C, 5, R, P)`; b1 and b2 broadcast.
+    """
+    N, P = h.shape[-2:]
+    C, five, R, _ = table.shape[-4:]
+    batch = torch.broadcast_shapes(h.shape[:-2], table.shape[:-4])
+    if math.prod(h.shape[:-2]) == 1:
+        table = table.reshape(-1, five, R, P)
+        return h.reshape(1, N, P), table, lambda out: out.view(*batch, C, N).mT
+    if math.prod(table.shape[:-4]) == 1:
+        h, table = h.reshape(1, -1, P), table.reshape(C, five, R, P)
+        return h, table, lambda out: out.view(C, *batch, N).movedim(0, -1)
+    E = math.prod(batch)
+    table = table.expand(*batch, C, five, R, P).reshape(E, C, five, R, P)
+    table = table.movedim(0, 3).flatten(3)
+    h = h.expand(*batch, N, P).reshape(E, N, P)
+    return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)
+
+
 class _MeanFieldTerms(torch.autograd.Function):
     """See `mean_field_terms`; differentiable once in all tensors."""
 
@@ -430,7 +464,7 @@ class _MeanFieldTerms(torch.autograd.Function):
         ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise second_derivative_error()
+            raise _second_derivative_error()
         loc, z_var, sigma, mu, mu_var, *saved = ctx.saved_tensors
         N, F = grad_mean.shape
         shape = (F, 1, 1, 1, N)

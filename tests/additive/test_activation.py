@@ -359,6 +359,23 @@ def test_recursion_of_meta_tensors_has_the_shapes_of_the_node_maps():
     assert on_meta.shape == on_cpu.shape
 
 
+@pytest.mark.parametrize(
+    "batches", [((), ()), ((4,), ()), ((), (4,)), ((4,), (4,)), ((4, 1), (3,))]
+)
+def test_local_and_dense_sums_agree_in_values_and_two_derivatives_for_any_batches(batches):
+    activation = KernelActivation(DyadicGrid(3), LaplaceKernel(0.7))
+    h = torch.rand(*batches[0], 3, 2, requires_grad=True)
+    weights = torch.randn(*batches[1], 2, 2, 7, requires_grad=True)
+    dense, local = (activation.combine(h, weights, route) for route in ("dense", "local"))
+    assert_close(local, dense, rtol=0, atol=1e-12)
+
+    def sums(h, weights):
+        return activation.combine(h, weights, "local")
+
+    assert torch.autograd.gradcheck(sums, (h, weights))
+    assert torch.autograd.gradgradcheck(sums, (h, weights))
+
+
 # Residual variance
 
 
