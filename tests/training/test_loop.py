@@ -238,21 +238,18 @@ def test_a_step_is_compiled_once():
 
 
 MANY_MODELS = """
-import torch
+import functools, torch
 from torch import nn
 from pyro_dak import DAK, ClosedFormELBO, MeanFieldGuide
-from pyro_dak.fast.compiling import Compiled
 from pyro_dak.training.loop import DAKLoss
 
-def loss(units):
-    model = DAK(nn.Identity(), 3, num_units=units)
-    return DAKLoss(model, MeanFieldGuide(model), ClosedFormELBO())
-
-losses = [loss(units) for units in range(1, 11)]
-compiled = [Compiled(one.forward, backend="aot_eager") for one in losses]
-for _ in range(2):
-    for one in compiled:
-        one(torch.randn(50, 3), torch.randn(50, 1), 1.0, 50)[0].backward()
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+losses = []
+for num_units in range(1, 11):
+    model = DAK(nn.Identity(), 3, num_units=num_units)
+    losses.append(DAKLoss(model, MeanFieldGuide(model), ClosedFormELBO(), compile=True).train())
+for loss in [*losses, *losses]:
+    loss(torch.randn(50, 3), torch.randn(50, 1), 1.0, 50)[0].backward()
 assert dict(torch._dynamo.utils.counters["frames"]) == {"total": 10, "ok": 10}
 """
 
