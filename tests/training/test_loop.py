@@ -103,6 +103,18 @@ def test_one_gradient_is_clipped_by_one_norm():
     assert_close(line.offset.grad, torch.tensor(4.0))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_scaled_loss_makes_the_same_steps(optimizer):
+    """As in half precision, whose gradients are scaled up, with one optimiser or two."""
+    plain = line_run(3, optimizer="sgd", last_layer_optimizer=optimizer, clip_norm=0.5)
+    scaled = line_run(3, optimizer="sgd", last_layer_optimizer=optimizer, clip_norm=0.5)
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaled.fabric.backward = lambda loss: scaled.scaler.scale(loss).backward()
+    assert_close(plain.run().column("loss"), scaled.run().column("loss"))
+    for name, tensor in plain.learner.state_dict().items():
+        assert_close(scaled.learner.state_dict()[name], tensor)
+
+
 def test_a_frozen_module_has_gradients_again_after():
     line = Line()
     with frozen(line, True):
