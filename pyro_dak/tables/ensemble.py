@@ -24,10 +24,8 @@ from pyro_dak.training.checkpoint import load_module_tensors, module_tensors
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.describe import (
     build_guide,
-    build_likelihood,
     build_model,
     describe_guide,
-    describe_likelihood,
     describe_model,
 )
 from pyro_dak.training.loop import Learner, Run, seeded
@@ -214,7 +212,8 @@ class Ensemble(Stack):
             batch = [value.detach() for value in statistics]
             num_batches = tensors["model.scaling.num_batches"]
             update_running(running, batch, num_batches, scaling.momentum)
-        return scaling.apply_map(h, *(value.unsqueeze(-1) for value in statistics))
+        first, second = statistics
+        return scaling.apply_map(h, first.unsqueeze(-1), second.unsqueeze(-1))
 
     def moments(self, x: Tensor, training: bool = False) -> FunctionMoments:
         """q(f) of every member at x: mean and variance `(E, N, F)`.
@@ -268,15 +267,11 @@ class Ensemble(Stack):
         return torch.stack([kl_elements(*pair).flatten(1).sum(-1) for pair in pairs]).sum(0)
 
     def stacked_likelihood(self) -> Likelihood:
-        """The likelihood with the noise of all members, for moments `(E, N, F)`, built anew."""
+        """The likelihood with the noise of all members, for moments `(E, N, F)`."""
         log_scale = self.tensors.get("model.likelihood.noise.log_scale")
         if log_scale is None:
             return self.model.likelihood
-        # A noise that is given and not learned is a buffer, whose place any tensor can take.
-        description = describe_likelihood(self.model.likelihood) | {"learn": False}
-        likelihood: Any = build_likelihood(description)
-        likelihood.noise.log_scale = log_scale.reshape(len(self), 1, -1)
-        return likelihood
+        return self.model.likelihood.with_noise(log_scale.reshape(len(self), 1, -1))
 
     def _check(self) -> None:
         model = self.model

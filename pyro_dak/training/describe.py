@@ -23,11 +23,9 @@ from pyro_dak.model.modes import evaluating, local_parameters
 
 __all__ = [
     "build_guide",
-    "build_likelihood",
     "build_model",
     "build_network",
     "describe_guide",
-    "describe_likelihood",
     "describe_model",
     "describe_network",
     "differences",
@@ -160,7 +158,7 @@ def describe_model(model: DAK) -> Description:
         "level": grid.level,
         "bounds": list(grid.bounds),
         "kernel": _describe_dataclass("kernel", model.layer.activation.kernel, _KERNELS),
-        "likelihood": describe_likelihood(model.likelihood),
+        "likelihood": _describe_likelihood(model.likelihood),
         "scaling": names[type(scaling)],
         "scaling_options": {name: getattr(scaling, name) for name in scaling_arguments},
         "embedding": model.embedding is not None,
@@ -189,7 +187,7 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
         _look_up("option of the scaling", name, dict.fromkeys(("momentum", "num_std", "eps")))
     arguments["bounds"] = tuple(arguments["bounds"])
     arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
-    arguments["likelihood"] = build_likelihood(arguments["likelihood"])
+    arguments["likelihood"] = _build_likelihood(arguments["likelihood"])
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
     model = DAK(feature_extractor, **arguments)
     for name, value in options.items():
@@ -274,7 +272,7 @@ def _is_unknown(then: Any, now: Any, name: str) -> bool:
     return is_missing or {type(then), type(now)} == {dict, list}
 
 
-def describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
+def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
     """The class of a likelihood and the arguments that make it, as data."""
     description = _named("likelihood", likelihood, _LIKELIHOODS)
     noise = getattr(likelihood, "noise", None)
@@ -286,8 +284,8 @@ def describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
     return description
 
 
-def build_likelihood(description: Description) -> likelihoods.Likelihood:
-    """The likelihood that `describe_likelihood` described."""
+def _build_likelihood(description: Description) -> likelihoods.Likelihood:
+    """The likelihood that `_describe_likelihood` described."""
     arguments = dict(description)
     if isinstance(arguments.get("noise_scale"), list):
         arguments["noise_scale"] = torch.tensor(arguments["noise_scale"])
