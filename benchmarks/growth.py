@@ -19,7 +19,7 @@ import models
 import pyro_dak
 from benchmarks.steps import NUM_DATA, Row, dak_step
 from benchmarks.timing import saved_megabytes, time_side_by_side
-from models._dak import DAKRegressor
+from models.shared.dak import DAKRegressor
 from pyro_dak.training.loss import Loss
 
 NUM_COLUMNS = 64

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import models.images
 from benchmarks.timing import time_side_by_side
-from models.images._backbones import build_backbone
-from models.images._baseline import BaselineLoss
-from models.images._recipe import Classifier, ImageRecipe
+from models.shared.image_backbones import build_backbone
+from models.shared.image_baseline import BaselineLoss
+from models.shared.image_recipe import Classifier, ImageRecipe
 from pyro_dak.training.loss import Loss
 
 NAMES = ("nn", "dak_mc", "dak_jensen", "svdkl", "nn_svgp")

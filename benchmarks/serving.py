@@ -14,7 +14,7 @@ import models
 import pyro_dak
 from benchmarks.steps import Row, rows
 from benchmarks.timing import time_side_by_side
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 from pyro_dak.prediction.predict import Prediction
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import models
 import models.images
 from benchmarks.timing import Timing, time_side_by_side
-from models._dak import DAKRegressor
-from models.images._backbones import build_backbone
-from models.images._baseline import BaselineLoss
-from models.images._recipe import ImageRecipe
+from models.shared.dak import DAKRegressor
+from models.shared.image_backbones import build_backbone
+from models.shared.image_baseline import BaselineLoss
+from models.shared.image_recipe import ImageRecipe
 from pyro_dak.training.loss import Loss, use_compiled
 from pyro_dak.training.optimizers import build_optimizer
 

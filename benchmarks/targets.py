@@ -19,8 +19,8 @@ from torch import Tensor
 
 import models
 from benchmarks.steps import Row, baseline_step, dak_step
-from models._dak import DAKRegressor
-from models._recipe import Recipe
+from models.shared.dak import DAKRegressor
+from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import rmse
 from pyro_dak.training.data import ResidentData
 

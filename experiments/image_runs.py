@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import models.images
 from experiments.image_datasets import Images, load_images
 from experiments.results import git_commit, read_json, write_json
-from models._recipe import seeded
-from models.images._backbones import build_backbone
-from models.images._recipe import Classifier, ImageRecipe
+from models.shared.image_backbones import build_backbone
+from models.shared.image_recipe import Classifier, ImageRecipe
+from models.shared.recipe import seeded
 from pyro_dak.diagnostics.scores import (
     accuracy,
     auroc,

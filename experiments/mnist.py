@@ -22,7 +22,7 @@ import typer
 import models.images
 from experiments.image_report import write_report
 from experiments.image_runs import Job, run_all
-from models.images._recipe import ImageRecipe
+from models.shared.image_recipe import ImageRecipe
 from pyro_dak.validation import check_choice
 
 RECIPES = {

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 import models
 from experiments.results import git_commit, write_json
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import gaussian_nlpd, rmse
 from pyro_dak.prediction.predict import Prediction
 

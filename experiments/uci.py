@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 import models
 from experiments.datasets import load_regression
 from experiments.results import git_commit, read_json, write_json
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import (
     gaussian_crps,
     gaussian_nlpd,

@@ -2,7 +2,7 @@
 
 `models.build("dak_cf", input_dim=8)`; the name of a file is the name of the choice, and a new file
 is a new choice. `names()` lists them. `dak` and `additive_gp` build a bare `DAK`; all others a
-`Regressor` with `fit(x, y)` and `predict(x)` (see `models/_recipe.py`).
+`Regressor` with `fit(x, y)` and `predict(x)` (see `models/shared/recipe.py`).
 """
 
 from pyro_dak.boards import Board

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models._baseline import Baseline
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.baseline import Baseline
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
 from pyro_dak import GaussianLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.validation import check_choice

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models._recipe import backbone
+from models.shared.recipe import backbone
 from pyro_dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from models._dak import DAKRegressor, build_regressor
-from models._recipe import DEFAULT_RECIPE, Recipe
+from models.shared.dak import DAKRegressor, build_regressor
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import LocalReparamELBO
 
 

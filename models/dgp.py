@@ -5,9 +5,9 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models._baseline import Baseline, only_one_output
-from models._gpytorch import gpytorch_likelihood, initial_inducing_points
-from models._recipe import DEFAULT_RECIPE, Recipe, seeded
+from models.shared.baseline import Baseline, only_one_output
+from models.shared.gpytorch import gpytorch_likelihood, initial_inducing_points
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak.additive.gaussian import FunctionMoments
 
 

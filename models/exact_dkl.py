@@ -1,9 +1,9 @@
 """Exact DKL: an exact Gaussian process on the features of the backbone, trained with it."""
 
-from models._baseline import only_one_output
-from models._exact import ExactRegressor
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.baseline import only_one_output
+from models.shared.exact import ExactRegressor
+from models.shared.gpytorch import gpytorch_likelihood
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
 
 
 def build(

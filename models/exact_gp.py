@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from models._baseline import only_one_output
-from models._exact import ExactRegressor
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe
+from models.shared.baseline import only_one_output
+from models.shared.exact import ExactRegressor
+from models.shared.gpytorch import gpytorch_likelihood
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 
 
 def build(

@@ -7,9 +7,9 @@ from gpytorch.utils.memoize import clear_cache_hook
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor, nn
 
-from models._baseline import Baseline, only_one_output
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.baseline import Baseline, only_one_output
+from models.shared.gpytorch import gpytorch_likelihood
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.scaling import build_scaling
 

@@ -1,7 +1,7 @@
 """The board of image classifiers: one file each, with `build(features, feature_dim, ...)` in it.
 
 `models.images.build("dak_mc", features, 128, 10)`; the name of a file is the name of the choice.
-Every choice is a `Classifier` with `fit(x, y)` and `predict(x)` (see `models/images/_recipe.py`).
+Every choice is a `Classifier` with `fit(x, y)` and `predict(x)` (see `models/shared/image_recipe.py`).
 """
 
 from pyro_dak.boards import Board

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from models._recipe import seeded
 from models.avdkl import AVDKL, Amortisation, SEProcess
-from models.images._baseline import ImageBaseline, Terms
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_baseline import ImageBaseline, Terms
+from models.shared.image_recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.recipe import seeded
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 

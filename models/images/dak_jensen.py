@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from models.images._dak import DAKClassifier, build_classifier
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_dak import DAKClassifier, build_classifier
+from models.shared.image_recipe import DEFAULT_RECIPE, ImageRecipe
 from pyro_dak import JensenELBO
 
 

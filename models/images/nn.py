@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from models._recipe import seeded
-from models.images._baseline import ImageBaseline, Terms
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_baseline import ImageBaseline, Terms
+from models.shared.image_recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.recipe import seeded
 from pyro_dak.additive.gaussian import FunctionMoments
 
 

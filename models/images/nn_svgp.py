@@ -5,10 +5,10 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models._gpytorch import initial_inducing_points
-from models._recipe import seeded
-from models.images._gpytorch import GPyTorchBaseline
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.gpytorch import initial_inducing_points
+from models.shared.image_gpytorch import GPyTorchBaseline
+from models.shared.image_recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.recipe import seeded
 
 
 class ClassGPs(gpytorch.models.ApproximateGP):

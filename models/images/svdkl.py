@@ -5,9 +5,9 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models._recipe import seeded
-from models.images._gpytorch import GPyTorchBaseline
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_gpytorch import GPyTorchBaseline
+from models.shared.image_recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.recipe import seeded
 from pyro_dak.additive.scaling import build_scaling
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import guides
 from experiments import cost, datasets, hmc, toy, uci, uci_report
 from experiments.datasets import DataError, find_file, load_regression
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 gpytorch = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -15,7 +15,7 @@ from experiments import cifar, image_datasets, image_report, image_runs, mnist
 from experiments.datasets import DataError
 from experiments.image_datasets import load_images, read_idx, read_subset
 from experiments.results import read_json, write_json
-from models.images._recipe import ImageRecipe
+from models.shared.image_recipe import ImageRecipe
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.diagnostics.scores import expected_calibration_error
 from pyro_dak.prediction.predict import ClassPrediction

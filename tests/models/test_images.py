@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import models
 import models.images
-from models.images._backbones import Pixels, build_backbone, cnn
-from models.images._batches import AugmentedBatches, AugmentedData, crop_and_flip
-from models.images._recipe import Classifier, ImageRecipe
+from models.shared.augmentation import AugmentedBatches, AugmentedData, crop_and_flip
+from models.shared.image_backbones import Pixels, build_backbone, cnn
+from models.shared.image_recipe import Classifier, ImageRecipe
 from pyro_dak.additive.gaussian import FunctionMoments
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.

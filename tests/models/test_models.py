@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import models
 import pyro_dak
-from models._recipe import Recipe, Regressor, backbone, train
+from models.shared.recipe import Recipe, Regressor, backbone, train
 from pyro_dak import ClosedFormELBO, MeanFieldGuide, TrainingError
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction.predict import Prediction
@@ -479,7 +479,7 @@ def test_gpytorch_noise_has_a_floor():
 
 @pytest.mark.parametrize("num_rows", [10, 64])
 def test_inducing_points_start_near_training_rows(num_rows):
-    from models._gpytorch import initial_inducing_points
+    from models.shared.gpytorch import initial_inducing_points
 
     x, _ = data(num_rows)
     points = initial_inducing_points(x, 20)

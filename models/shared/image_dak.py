@@ -10,10 +10,9 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 
 import pyro_dak
-from models._baseline import check_unfitted
-from models._recipe import count_parameters, seeded
-from models.images._batches import AugmentedBatches
-from models.images._recipe import (
+from models.shared.augmentation import AugmentedBatches
+from models.shared.baseline import check_unfitted
+from models.shared.image_recipe import (
     Callback,
     ImageRecipe,
     check_images,
@@ -21,6 +20,7 @@ from models.images._recipe import (
     resume_options,
     training_options,
 )
+from models.shared.recipe import count_parameters, seeded
 from pyro_dak import DAK, CategoricalLikelihood, LaplaceKernel, MeanFieldGuide
 from pyro_dak.additive.scaling import Standardize
 from pyro_dak.prediction.predict import ClassPrediction

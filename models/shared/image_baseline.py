@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models._baseline import check_unfitted
-from models._recipe import count_parameters, seeded
-from models.images._batches import AugmentedData
-from models.images._recipe import (
+from models.shared.augmentation import AugmentedData
+from models.shared.baseline import check_unfitted
+from models.shared.image_recipe import (
     Callback,
     ImageRecipe,
     check_images,
@@ -19,6 +18,7 @@ from models.images._recipe import (
     resume_options,
     training_options,
 )
+from models.shared.recipe import count_parameters, seeded
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.prediction.predict import ClassPrediction

@@ -8,8 +8,8 @@ import gpytorch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models._baseline import Baseline
-from models._recipe import Recipe
+from models.shared.baseline import Baseline
+from models.shared.recipe import Recipe
 from pyro_dak.additive.gaussian import FunctionMoments
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import pyro_dak
 from models import dak
-from models._baseline import check_rows, check_unfitted
-from models._recipe import Recipe, count_parameters, seeded
+from models.shared.baseline import check_rows, check_unfitted
+from models.shared.recipe import Recipe, count_parameters, seeded
 from pyro_dak import (
     DAK,
     GaussianLikelihood,

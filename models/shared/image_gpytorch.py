@@ -3,8 +3,8 @@
 import gpytorch
 from torch import Tensor, nn
 
-from models.images._baseline import ImageBaseline, Terms
-from models.images._recipe import ImageRecipe
+from models.shared.image_baseline import ImageBaseline, Terms
+from models.shared.image_recipe import ImageRecipe
 from pyro_dak.additive.gaussian import FunctionMoments
 
 

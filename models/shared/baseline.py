@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from models._recipe import Recipe, count_parameters, seeded, train
+from models.shared.recipe import Recipe, count_parameters, seeded, train
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.prediction.predict import Prediction

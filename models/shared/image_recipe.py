@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 from pyro_dak.prediction.predict import ClassPrediction
 from pyro_dak.training.plan import Checkpoints, History
 from pyro_dak.validation import check_finite, check_floating
