@@ -21,7 +21,7 @@ import typer
 import models.images
 from experiments.image_report import write_report
 from experiments.image_runs import Job, run_all
-from models.shared.image_recipe import ImageRecipe
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
 DATASETS = ("cifar10", "cifar100")
@@ -36,7 +36,7 @@ class Preset:
 
     backbones: dict[str, str]
     num_units: dict[str, int]
-    recipe: ImageRecipe
+    recipe: Recipe
     last_layer: dict[str, Any] = field(default_factory=dict)
     dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     dak_recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,7 +47,8 @@ PRESETS = {
     "paper": Preset(
         backbones={"cifar10": "resnet18", "cifar100": "resnet34"},
         num_units={"cifar10": 64, "cifar100": 128},
-        recipe=ImageRecipe(
+        recipe=replace(
+            IMAGE_RECIPE,
             epochs=200,
             batch_size=128,
             optimizer="sgd",
@@ -61,7 +62,7 @@ PRESETS = {
     "small": Preset(
         backbones={"cifar10": "small_resnet", "cifar100": "small_resnet"},
         num_units={"cifar10": 64, "cifar100": 64},
-        recipe=ImageRecipe(epochs=12, batch_size=128, learning_rate=1e-2, augment=True),
+        recipe=replace(IMAGE_RECIPE, epochs=12, batch_size=128, learning_rate=1e-2, augment=True),
         # Chosen on held-out training images: with random weights at the start the functions of the
         # units are rough, with wide ones noisy, and the network learns slowly. With 100 classes
         # it takes a coarse grid for that (nodes two standard deviations apart), wide for the long
@@ -90,7 +91,7 @@ PRESETS = {
 }
 
 
-def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **others: Any) -> Job:
+def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: Any) -> Job:
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
     has_units = model not in ("nn", "dak_features")

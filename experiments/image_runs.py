@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import models.images
 from experiments.image_datasets import Images, load_images
 from experiments.results import git_commit, read_json, write_json
+from models.shared.baseline import Baseline
 from models.shared.image_backbones import build_backbone
-from models.shared.image_recipe import Classifier, ImageRecipe
-from models.shared.recipe import seeded
+from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
 from pyro_dak.diagnostics.scores import (
     accuracy,
     auroc,
@@ -41,7 +41,7 @@ class Job:
     dataset: str
     model: str
     backbone: str
-    recipe: ImageRecipe
+    recipe: Recipe
     options: dict[str, Any] = field(default_factory=dict)
     preset: str = "paper"
     held_out: bool = False
@@ -124,7 +124,7 @@ class Curve:
         images: the data.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any], model: Classifier, images: Images):
+    def __init__(self, path: Path, head: dict[str, Any], model: Baseline, images: Images):
         self.path, self.head, self.model, self.images = path, head, model, images
         before = read_json(path) or {}
         self.rows: list[dict[str, Any]] = before.get("curve", [])
@@ -146,7 +146,7 @@ class Curve:
         print(f"{self.path.stem} epoch {epoch}: {self.rows[-1]}", flush=True)
 
 
-def build(job: Job, images: Images) -> Classifier:
+def build(job: Job, images: Images) -> Baseline:
     """The classifier of a job, untrained."""
     with seeded(job.recipe.seed):
         features, feature_dim = build_backbone(job.backbone, images.mean, images.std)
@@ -202,7 +202,7 @@ def is_finished(job: Job, results: Path) -> bool:
 def has_same_settings(job: Job, found: dict[str, Any]) -> bool:
     """Whether a result, complete or not, is of a job with these settings."""
     now, then = _description(job), {"pretrained_epochs": None} | found["config"]
-    then["recipe"] = asdict(ImageRecipe()) | then["recipe"]  # older files lack newer settings
+    then["recipe"] = asdict(IMAGE_RECIPE) | then["recipe"]  # older files lack newer settings
     for setting in ("progress", "device"):  # these change no result
         then["recipe"][setting] = now["recipe"][setting]
     return bool(then == json.loads(json.dumps(now)))

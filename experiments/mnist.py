@@ -22,11 +22,12 @@ import typer
 import models.images
 from experiments.image_report import write_report
 from experiments.image_runs import Job, run_all
-from models.shared.image_recipe import ImageRecipe
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
 RECIPES = {
-    "mnist": ImageRecipe(
+    "mnist": replace(
+        IMAGE_RECIPE,
         epochs=20,
         batch_size=128,
         optimizer="adadelta",
@@ -34,7 +35,7 @@ RECIPES = {
         weight_decay=1e-4,
         schedule="step",
     ),
-    "digits": ImageRecipe(epochs=20, batch_size=64, learning_rate=1e-2),
+    "digits": replace(IMAGE_RECIPE, epochs=20, batch_size=64, learning_rate=1e-2),
 }
 BACKBONES = {"mnist": "cnn", "digits": "digits_cnn"}
 MODELS = ("dak_mc", "dak_jensen", "dak_features", "nn")
@@ -54,7 +55,7 @@ def options(dataset: str, name: str) -> dict[str, Any]:
     return units | (DAK_OPTIONS[dataset] if name.startswith("dak") else {})
 
 
-def recipe(dataset: str, name: str) -> ImageRecipe:
+def recipe(dataset: str, name: str) -> Recipe:
     """The training of a model."""
     return replace(RECIPES[dataset], **({} if name in PLAIN else LAST_LAYER[dataset]))
 

@@ -1,9 +1,10 @@
 """Exact DKL: an exact Gaussian process on the features of the backbone, trained with it."""
 
+from models.shared.backbones import backbone
 from models.shared.baseline import only_one_output
 from models.shared.exact import ExactRegressor
 from models.shared.gpytorch import gpytorch_likelihood
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 def build(
@@ -15,7 +16,7 @@ def build(
     learn_noise: bool = True,
     relu_output: bool = False,
 ) -> ExactRegressor:
-    """Network and kernel are trained together by marginal likelihood; cost O(N^3)."""
+    """An exact GP whose network and kernel are trained by marginal likelihood, at a cost O(N^3)."""
     only_one_output(num_outputs)
     with seeded(recipe.seed):
         network = backbone(input_dim, feature_dim, relu_output=relu_output)

@@ -18,7 +18,7 @@ def build(
     lengthscale: float | None = None,
     learn_kernel: bool = True,
 ) -> ExactRegressor:
-    """Trained by marginal likelihood; cost O(N^3). There are no features: `feature_dim` is idle.
+    """An exact GP, trained by marginal likelihood at a cost O(N^3). `feature_dim` is not used.
 
     With `learn_kernel=False` the mean is zero and the kernel is the unit-variance SE kernel of the
     given lengthscale, for data whose kernel is known.

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pyro_dak.training.data import ResidentData
 
+__all__ = ["AugmentedBatches", "AugmentedData", "crop_and_flip"]
+
 
 def crop_and_flip(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
     """Each image `(N, C, H, W)` moved by up to `padding` pixels, black at the rim, half flipped."""
@@ -25,8 +27,8 @@ def crop_and_flip(x: Tensor, generator: torch.Generator, padding: int = 4) -> Te
 class AugmentedBatches:
     """An iterable of (x, y) for `pyro_dak.fit`: every image once per epoch, cropped and flipped.
 
-    All that an epoch draws comes from one number of torch's global generator, drawn at its start,
-    so that a resumed run sees the same images.
+    Everything that an epoch draws comes from one number of torch's global generator, drawn at its
+    start, so that a resumed run sees the same images.
     """
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int):
@@ -43,11 +45,12 @@ class AugmentedBatches:
 
 
 class AugmentedData(ResidentData):
-    """The same batches for a training loop of ours: x, y and the weight of a row."""
+    """The same batches for the loop of the baselines: x, y and the weight of a row."""
 
     def epoch(
         self, generator: torch.Generator, start: int
     ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Batches from number `start` on."""
         own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
         for number, (x, y, scale) in enumerate(super().epoch(own, 0)):
             x = crop_and_flip(x, own)

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import gpytorch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.baseline import Baseline
+from models.shared.baseline import TableBaseline
 from models.shared.recipe import Recipe
 from pyro_dak.additive.gaussian import FunctionMoments
+
+__all__ = ["DeepExactGP", "ExactRegressor"]
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def _exactly() -> Iterator[None]:
 
 
 class DeepExactGP(gpytorch.models.ExactGP):
-    """SE kernel and constant mean on `network(x)`; the data come with `fit`."""
+    """An SE kernel and a constant mean on `network(x)`; the data come with `fit`."""
 
     def __init__(self, network: nn.Module, likelihood: gpytorch.likelihoods.GaussianLikelihood):
         super().__init__(None, None, likelihood)
@@ -34,7 +35,7 @@ class DeepExactGP(gpytorch.models.ExactGP):
         return MultivariateNormal(self.mean_module(features), self.covar_module(features))
 
 
-class ExactRegressor(Baseline):
+class ExactRegressor(TableBaseline):
     """Trained by the marginal likelihood of all rows: one step per epoch."""
 
     def __init__(
@@ -47,13 +48,15 @@ class ExactRegressor(Baseline):
         self.gp = DeepExactGP(network, likelihood)
         super().__init__(input_dim, 1, network, self.gp, recipe)
 
-    def prepare(self, x: Tensor, y: Tensor) -> Recipe:
+    def prepare(self, x: Tensor, y: Tensor) -> None:
         self.gp.set_train_data(x, y[:, 0], strict=False)
         self.evidence = gpytorch.mlls.ExactMarginalLogLikelihood(self.gp.likelihood, self.gp)
-        return replace(self.recipe, batch_size=len(x))
+
+    def batch_size(self, num_rows: int) -> int:
+        return num_rows
 
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
-        """Minus the log marginal likelihood, per datum; the batch holds all rows, in some order."""
+        """Minus the log marginal likelihood, per row; the batch holds all rows, in some order."""
         with _exactly():
             x, y = self.gp.train_inputs[0], self.gp.train_targets
             return -self.evidence(self.gp(x), y)

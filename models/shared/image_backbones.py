@@ -1,4 +1,4 @@
-"""Feature extractors for images: the paper's CNN and ResNets, and smaller ones."""
+"""Feature extractors for images: the CNN and the ResNets of the paper, and smaller ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -113,7 +113,7 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def build_backbone(
     name: str, mean: Sequence[float], std: Sequence[float]
 ) -> tuple[nn.Sequential, int]:
-    """The network called so, behind the scaling of its pixels, and its number of features."""
+    """The network with this name, behind the scaling of its pixels, and its number of features."""
     check_choice("backbone", name, BACKBONES)
     make, feature_dim = BACKBONES[name]
     network = nn.Sequential(Pixels(mean, std), make())

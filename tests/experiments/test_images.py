@@ -15,7 +15,7 @@ from experiments import cifar, image_datasets, image_report, image_runs, mnist
 from experiments.datasets import DataError
 from experiments.image_datasets import load_images, read_idx, read_subset
 from experiments.results import read_json, write_json
-from models.shared.image_recipe import ImageRecipe
+from models.shared.recipe import IMAGE_RECIPE
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.diagnostics.scores import expected_calibration_error
 from pyro_dak.prediction.predict import ClassPrediction
@@ -110,7 +110,7 @@ def test_the_full_recipe_runs_an_epoch(dataset, tmp_path, cifar_root):
 
 
 def test_a_stopped_run_goes_on_and_keeps_its_curve(tmp_path, monkeypatch):
-    recipe = ImageRecipe(epochs=3, batch_size=64, learning_rate=1e-2)
+    recipe = dataclasses.replace(IMAGE_RECIPE, epochs=3, batch_size=64, learning_rate=1e-2)
     job = image_runs.Job("digits", "nn", "digits_cnn", recipe, max_rows=100)
     whole = image_runs.run(job, tmp_path / "whole")
 
@@ -146,7 +146,7 @@ def test_a_result_counts_for_the_settings_it_was_made_with(tmp_path):
 
 
 def test_a_run_with_other_settings_starts_anew(tmp_path):
-    recipe = ImageRecipe(epochs=1, batch_size=32, progress=False)
+    recipe = dataclasses.replace(IMAGE_RECIPE, epochs=1, batch_size=32, progress=False)
     options = {"num_units": 4, "init_scale": 0.05}
     job = image_runs.Job("digits", "dak_mc", "digits_cnn", recipe, options, max_rows=64)
     other = dataclasses.replace(job, options=options | {"init_scale": 0.9})

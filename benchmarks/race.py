@@ -1,8 +1,8 @@
-"""Case e: seconds of training to a given test RMSE on kin40k and protein, side by side.
+"""Seconds of training to a given test RMSE on kin40k and protein, side by side.
 
-Models take turns, epoch by epoch, on the same batches, with Adam at a constant rate; the time of a
+Models take turns, epoch by epoch, on the same batches, with Adam at a constant rate. The time of a
 model is that of its epochs until the standardised test RMSE is at the target for the first time.
-Needs `uci/kin40k.csv.gz` and `uci/protein.csv.gz` under $PYRO_DAK_DATA.
+The race needs `uci/kin40k.csv.gz` and `uci/protein.csv.gz` under $PYRO_DAK_DATA.
 """
 
 import gzip
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import models
-from benchmarks.steps import Row, baseline_step, dak_step
-from models.shared.dak import DAKRegressor
+from benchmarks.steps import Row, training_step
 from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import rmse
 from pyro_dak.training.data import ResidentData
 
-# Test RMSE as a share of the standard deviation of y, such that the plain network gets there too.
+# The test RMSE as a share of the standard deviation of y. The plain network gets there too.
 TARGETS = {"kin40k": 0.25, "protein": 0.65}
 NAMES = ("nn", "dak_cf", "dak_mc", "nn_svgp")
 LEARNING_RATE = 5e-3
@@ -51,16 +50,10 @@ class _Runner:
         recipe = Recipe(seed=seed)
         self.model: Any = models.build(name, x.shape[1], recipe=recipe, relu_output=True)
         self.seconds, self.is_there = 0.0, False
-        if isinstance(self.model, DAKRegressor):
-            self.step = dak_step(self.model, len(x), LEARNING_RATE)
-        else:
-            self.model.prepare(x, y)
-            self.step = baseline_step(self.model, len(x), LEARNING_RATE)
+        self.model.prepare(x, y)
+        self.step = training_step(self.model, len(x), LEARNING_RATE)
 
     def epoch(self, data: ResidentData, seed: int) -> None:
-        if not isinstance(self.model, DAKRegressor):  # prediction left it in eval mode
-            self.model.network.train()
-            self.model.last_layer.train()
         batches = list(data.epoch(torch.Generator().manual_seed(seed), 0))
         start = time.perf_counter()
         for x, y, _ in batches:
@@ -86,13 +79,13 @@ def _race(
     return {n: r.seconds if r.is_there else math.inf for n, r in runners.items()}
 
 
-def case_e(repetitions: int, quick: bool) -> list[Row]:
+def run(repetitions: int, quick: bool) -> list[Row]:
     """Seconds to the target: ratios to the plain network."""
     table: list[Row] = []
     for name, target in TARGETS.items():
         rows = load(name, 500 if quick else None)
         if rows is None:
-            print(f"case e: no uci/{name}.csv.gz under $PYRO_DAK_DATA; skipped")
+            print(f"race: uci/{name}.csv.gz is not under $PYRO_DAK_DATA, so this set is left out.")
             continue
         races = [
             _race(rows, target, seed, max_epochs=2 if quick else 60)
@@ -105,7 +98,6 @@ def case_e(repetitions: int, quick: bool) -> list[Row]:
             ratios = [race[model] / race["nn"] for race in both]
             table.append(
                 {
-                    "case": "e",
                     "setting": f"{name}, RMSE {target}",
                     "name": model,
                     "milliseconds": 1e3 * median if math.isfinite(median) else None,
