@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.timing import time_side_by_side
 from pyro_dak import DAKRegressor
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.ensemble import ensemble_plan, train
+from pyro_dak.tables.rows import Rows
 
 SIZES = (1, 2, 5, 10)
 
@@ -25,7 +26,7 @@ def _epoch_fn(size: int, batch_size: int, steps: int) -> Callable[[], object]:
     model = DAKRegressor(size, epochs=1, early_stopping=False, progress=False, random_state=0)
     model.fit(x[:50].numpy(), y[:50, 0].numpy())
     rows = Rows(x, y, torch.ones(num_rows))
-    plan = TrainingPlan(epochs=1, batch_size=batch_size)
+    plan = ensemble_plan(epochs=1, batch_size=batch_size)
     return lambda: train(model.ensemble_, rows, plan)
 
 

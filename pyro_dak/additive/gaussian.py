@@ -24,6 +24,7 @@ __all__ = [
     "expected_log_normal",
     "kl_diagonal",
     "kl_diagonals",
+    "kl_elements",
     "kl_low_rank",
     "kl_tril",
     "kl_tril_to_tril",
@@ -330,10 +331,14 @@ def kl_diagonal(
 
     sum (r^2 + ((m - m0) / s0)^2 - 1) / 2 - log r with r = s / s0.
     """
-    ratio = scale / prior_scale
-    return (0.5 * (ratio.square() + ((loc - prior_loc) / prior_scale).square() - 1)).sum() - (
-        ratio.log().sum()
-    )
+    return kl_elements((loc - prior_loc) / prior_scale, (scale / prior_scale).log()).sum()
+
+
+def kl_elements(
+    loc: Float[Tensor, "*shape"], log_scale: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """KL of N(m, s^2) from N(0, 1) of every element: (s^2 + m^2 - 1) / 2 - log s."""
+    return 0.5 * (loc.square() + (2 * log_scale).exp() - 1) - log_scale
 
 
 def kl_tril(

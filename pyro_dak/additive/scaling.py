@@ -8,6 +8,7 @@ test error doubles.) When `fit` runs in several processes, they are those of the
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 
 from pyro_dak.validation import check_bounds, check_choice, check_integer, check_positive
 
-__all__ = ["SCALINGS", "MinMax", "NoScaling", "Scaling", "Standardize", "build_scaling"]
+__all__ = [
+    "SCALINGS",
+    "MinMax",
+    "NoScaling",
+    "Scaling",
+    "Standardize",
+    "build_scaling",
+    "update_running",
+]
 
 
 class Scaling(nn.Module):
@@ -52,19 +61,14 @@ class Scaling(nn.Module):
         if not self.training or (len(rows) < 2 and not self.is_synchronized):
             return self.apply_map(h, self.first, self.second)
         scaled, first, second = self.map_batch(rows)
-        self._update(first.detach(), second.detach())
+        running, batch = (self.first, self.second), (first.detach(), second.detach())
+        update_running(running, batch, self.num_batches, self.momentum)
         return scaled.view(h.shape)
 
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch `(N, P)` mapped by its own statistics, and these."""
         first, second = self.batch_statistics(rows)
         return self.apply_map(rows, first, second), first, second
-
-    @torch.no_grad()
-    def _update(self, first: Tensor, second: Tensor) -> None:
-        weight = self.num_batches.add_(1).reciprocal().clamp_(min=self.momentum).to(first.dtype)
-        self.first.lerp_(first, weight)
-        self.second.lerp_(second, weight)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two statistics of a batch `(N, P)`, each `(P,)`."""
@@ -225,6 +229,23 @@ def build_scaling(name: str, num_units: int, bounds: tuple[float, float]) -> Sca
     """The scaling called `name`: "standardize", "minmax" or "none"."""
     check_choice("scaling", name, SCALINGS)
     return SCALINGS[name](num_units, bounds)
+
+
+@torch.no_grad()
+def update_running(
+    running: Sequence[Tensor], batch: Sequence[Tensor], num_batches: Tensor, momentum: float
+) -> None:
+    """Move running statistics `(..., P)` towards those of a batch, and count the batch, in place.
+
+    Args:
+        running: the running statistics.
+        batch: the same statistics of a batch.
+        num_batches: the number of batches seen before, `(...,)`.
+        momentum: the least weight of a batch; batch t has weight 1/t if that is more.
+    """
+    weight = num_batches.add_(1).reciprocal().clamp_(min=momentum).unsqueeze(-1)
+    for average, value in zip(running, batch, strict=True):
+        average.lerp_(value, weight.to(value.dtype))
 
 
 def _sum_over_processes(value: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Functions that are compiled where that works, and go on as they are where it does not."""
+"""Functions that are compiled where that works, and run as they are where it does not."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,31 +10,35 @@ from torch import Tensor
 
 __all__ = ["Compiled"]
 
+# What the compiler may keep for one piece of code. Its own limit of eight would send the ninth
+# model of a process, whose functions are the same code, back to Python.
+_MAX_VERSIONS = 1024
+
 
 class Compiled:
     """A function of a tensor and other arguments, compiled at its first call.
 
-    Where the compiler fails and the function itself does not, that is told once, and all further
-    calls run the function itself.
+    Where the compiler fails and the function itself does not, a warning says so once, and all
+    further calls run the function itself.
 
     Args:
         function: the function.
-        options: of `torch.compile`.
+        options: options of `torch.compile`.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = function
-        self.compiled: Callable[..., Any] | None = torch.compile(_own_code(function), **options)
-        self.seen: set[torch.Size] = set()  # shapes of inputs: a new one may be compiled anew
+        self.compiled: Callable[..., Any] | None = torch.compile(function, **options)
+        self.seen: set[torch.Size] = set()  # shapes of inputs; a new one may be compiled anew
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """The function's result."""
+        """The result of the function."""
         if self.compiled is None:
             return self.function(x, *args)
         try:
             if x.shape in self.seen:
                 return self.compiled(x, *args)
-            with _backward_at_once():
+            with _compiling():
                 result = self.compiled(x, *args)
             self.seen.add(x.shape)
             return result
@@ -47,29 +50,23 @@ class Compiled:
             return result
 
 
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with code of its own: what is compiled, at most eight times, is kept with it."""
-    if isinstance(function, MethodType):
-        return MethodType(_own_code(function.__func__), function.__self__)
-    if not isinstance(function, FunctionType):
-        return function
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Settings of the compiler for a call that may compile.
 
-
-def _backward_at_once() -> AbstractContextManager[object]:
-    """Inside, the backward pass is compiled with the forward pass, so that failures can be caught.
-
-    Older versions of torch have no such setting, and compile it when it is first run.
+    The backward pass is compiled with the forward pass, so that a failure can be caught here, and
+    many models may share their code. Versions of torch without a setting do without it.
     """
-    from torch._functorch import config
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
 
-    name = "force_non_lazy_backward_lowering"
-    return config.patch({name: True}) if hasattr(config, name) else nullcontext()
+    settings = (
+        (functorch, "force_non_lazy_backward_lowering", True),
+        (dynamo, "recompile_limit", _MAX_VERSIONS),
+        (dynamo, "accumulated_recompile_limit", _MAX_VERSIONS),
+    )
+    with ExitStack() as stack:
+        for config, name, value in settings:
+            if hasattr(config, name):
+                stack.enter_context(config.patch({name: value}))
+        yield

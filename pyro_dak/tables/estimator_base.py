@@ -23,11 +23,11 @@ from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.guides.base import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
-from pyro_dak.tables.ensemble import Ensemble, Member
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.ensemble import Ensemble, Member, ensemble_plan, train
 from pyro_dak.tables.rows import (
     FEW_ROWS,
     Array,
+    Rows,
     chunks,
     default_batch_size,
     default_epochs,
@@ -36,6 +36,7 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
+from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_integer, check_positive
 
 __all__ = ["TableEstimator"]
@@ -138,16 +139,15 @@ class TableEstimator(BaseEstimator):
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
-    def _plan(self, num_rows: int, seed: int) -> TrainingPlan:
+    def _plan(self, num_rows: int, seed: int) -> Plan:
         """Batch size and epochs by the number of rows, unless given."""
         batch_size = self.batch_size or default_batch_size(num_rows)
-        return TrainingPlan(
+        return ensemble_plan(
             epochs=self.epochs or default_epochs(num_rows),
             batch_size=batch_size,
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             seed=seed,
-            progress=self.progress,
         )
 
     def _build(self, size: int, seed: int) -> Ensemble:
@@ -229,7 +229,7 @@ class TableEstimator(BaseEstimator):
         rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
         plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
         plan = replace(plan, learning_rate=0.1 * plan.learning_rate)
-        self.history_ = train(self.ensemble_, rows, plan)
+        self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
         return self
 
     def _validated(
@@ -269,7 +269,7 @@ class TableEstimator(BaseEstimator):
         self._reset_calibration()
         if not self.early_stopping or N < _LEAST_ROWS:
             self.ensemble_ = start or self._build(E, seed)
-            self.history_ = train(self.ensemble_, rows, plan)
+            self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
             return
         is_small = N < FEW_ROWS
         refit = (E == 1 or is_small) if self.refit is None else self.refit
@@ -284,18 +284,17 @@ class TableEstimator(BaseEstimator):
         def score_fn() -> Tensor:
             return self._scores(y, first, first.moments(x))
 
-        self.history_ = train(first, without(rows, held_out), plan, score_fn)
+        self.history_ = train(first, without(rows, held_out), plan, score_fn, self.progress)
         with torch.no_grad():
             self._calibrate(y, first, first.moments(x))
         self.ensemble_ = first
         if refit:
             self._refit(rows, plan)
 
-    def _refit(self, rows: Rows, plan: TrainingPlan) -> None:
+    def _refit(self, rows: Rows, plan: Plan) -> None:
         self.ensemble_ = self._build(self.ensemble_size, plan.seed + 1000)
-        stop_after = self.history_.best_epoch
-        plan = replace(plan, stop_after=stop_after, description="refit")
-        history = train(self.ensemble_, rows, plan)
+        plan = replace(plan, stop_after=self.history_.best_epoch)
+        history = train(self.ensemble_, rows, plan, None, self.progress, "refit")
         self.history_.rows += history.rows
         self.history_.seconds += history.seconds
 

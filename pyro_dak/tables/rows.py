@@ -1,17 +1,16 @@
 """Rows of tables: chunks, scales, defaults by their number, and parts that are held out."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_dak.tables.ensemble_training import Rows
-
 __all__ = [
     "FEW_ROWS",
     "Array",
+    "Rows",
     "chunks",
     "default_batch_size",
     "default_epochs",
@@ -28,6 +27,14 @@ FEW_ROWS = 2000
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # More held-out rows than this would not calibrate better.
 _MAX_HELD_OUT = 5000
+
+
+class Rows(NamedTuple):
+    """Inputs `(N, D)`, targets, and how much each row counts: `(N,)`, or `(E, N)` by member."""
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
 
 
 def chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:

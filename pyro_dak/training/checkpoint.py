@@ -1,19 +1,21 @@
-"""Saving and loading without pickle: a directory of safetensors and JSON, checksummed and atomic.
+"""Models and checkpoints on disk, without pickle: a directory of safetensors and JSON.
 
-    model.safetensors    weights of model and guide
-    trainer.safetensors  optimiser and random state, only in checkpoints of `fit`
-    config.json          what to build, sha256 of the other files and of itself
+    model.safetensors    the weights of model and guide
+    trainer.safetensors  the state of optimisers and random numbers, in checkpoints of `fit` only
+    config.json          what to build
+    SHA256SUMS           the checksums of the other files, in the format of `sha256sum`
 
-A directory is written under a temporary name, flushed to disk and renamed into place, so that a
-reader sees the old one, the new one or none, and never half of one.
+A reader sees the old directory, the new one or none, and never half of one. Directories of format
+version 1, which have their checksums in config.json, are read too.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +32,14 @@ from pyro_dak.training.describe import (
     describe_model,
     set_up_guide,
 )
+from pyro_dak.training.files import write_whole
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "Loaded",
+    "check_replaceable",
+    "cpu_copies",
     "describe",
     "is_ours",
     "load",
@@ -44,12 +50,15 @@ __all__ = [
     "write_directory",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _CONFIG, _MODEL, _TRAINER = "config.json", "model.safetensors", "trainer.safetensors"
+_SUMS = "SHA256SUMS"
+_NAME = re.compile(r"step-\d{9}")
+_TEMPORARY = re.compile(r"\.step-\d{9}\.(tmp|old)-[0-9a-f]{8}")
 
 
 class CheckpointError(RuntimeError):
-    """A file that cannot be read as what it should be; the message names file and problem."""
+    """A file cannot be read as what it should be. The message names the file and the problem."""
 
 
 class Loaded(NamedTuple):
@@ -60,34 +69,75 @@ class Loaded(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A directory as read and verified."""
+    """A directory as it was read and verified."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     trainer: dict[str, Tensor] | None
 
 
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where the checkpoints of a run go, how many epochs apart, and how many are kept."""
+
+    directory: Path
+    every: int = 1
+    keep_last: int = 2
+
+    @staticmethod
+    def newest(path: Path) -> Path:
+        """The newest checkpoint in a directory of them, or the directory if it is one itself."""
+        if (path / _CONFIG).exists():
+            return path
+        found = Checkpoints.found(path)
+        if not found:
+            raise CheckpointError(f"{path}: holds no checkpoint.")
+        return found[-1]
+
+    @staticmethod
+    def found(directory: Path) -> list[Path]:
+        """The checkpoints in a directory, oldest first; other things in it do not count."""
+        return sorted(
+            path
+            for path in directory.glob("step-*")
+            if _NAME.fullmatch(path.name) and is_ours(path)
+        )
+
+    def prune(self) -> None:
+        """Remove all but the last checkpoints, and what an interrupted write has left behind."""
+        for old in self.found(self.directory)[: -self.keep_last]:
+            shutil.rmtree(old)
+        for stale in self.directory.glob(".step-*"):
+            if _TEMPORARY.fullmatch(stale.name):
+                shutil.rmtree(stale, ignore_errors=True)
+
+
 def save(
     model: DAK, guide: nn.Module, path: str | os.PathLike[str], overwrite: bool = False
 ) -> Path:
-    """Write model and guide to the directory `path`; returns it.
+    """Write model and guide to the directory `path`, and return that path.
 
     Args:
-        model: its extractor is stored as an architecture if made of the usual layers, else as
-            weights only.
+        model: the model. Its extractor is stored as an architecture if it is made of the usual
+            layers, and otherwise as weights only.
         guide: any guide.
-        path: a new directory; an existing one is replaced only with `overwrite`, and only if it
+        path: a new directory. An existing one is replaced only with `overwrite`, and only if it
             was written by this function.
         overwrite: whether an existing model may be replaced.
     """
     path = Path(path)
+    check_replaceable(path, overwrite)
+    write_directory(path, describe(model, guide), module_tensors(model, guide))
+    return path
+
+
+def check_replaceable(path: Path, overwrite: bool) -> None:
+    """Raise unless a model may be written to `path`."""
     if path.exists():
         if not overwrite:
             raise FileExistsError(f"`{path}` exists; pass overwrite=True to replace it.")
         if not is_ours(path):
             raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
-    write_directory(path, describe(model, guide), module_tensors(model, guide))
-    return path
 
 
 def load(
@@ -102,7 +152,7 @@ def load(
         path: the directory.
         feature_extractor: a network of the stored architecture, where that was not stored.
         guide: a function from the model to a guide, where the guide is of a class of its own.
-        device: where to put them.
+        device: the device to put them on.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
@@ -132,8 +182,8 @@ def load(
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a directory was written here: our files and no others."""
-    if not path.is_dir() or {p.name for p in path.iterdir()} - {_CONFIG, _MODEL, _TRAINER}:
+    """Whether a directory was written here: it holds our files and no others."""
+    if not path.is_dir() or {p.name for p in path.iterdir()} - {_CONFIG, _MODEL, _TRAINER, _SUMS}:
         return False
     try:
         config = json.loads((path / _CONFIG).read_text())
@@ -153,24 +203,18 @@ def describe(model: DAK, guide: nn.Module) -> dict[str, Any]:
 
 
 def module_tensors(model: nn.Module, guide: nn.Module) -> dict[str, Tensor]:
-    """State of both, by "model." and "guide." names, as contiguous CPU copies."""
-    states = {"model": model.state_dict(), "guide": guide.state_dict()}
-    return {
-        f"{prefix}.{name}": tensor.detach().cpu().clone().contiguous()
-        for prefix, state in states.items()
-        for name, tensor in state.items()
-    }
+    """The state of both, with the prefixes "model." and "guide.", as contiguous CPU copies."""
+    return cpu_copies(nn.ModuleDict({"model": model, "guide": guide}).state_dict())
+
+
+def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies on the CPU, as safetensors wants them."""
+    return {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
 
 
 def load_module_tensors(model: nn.Module, guide: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Inverse of `module_tensors`; raises RuntimeError where names or shapes differ."""
-    for prefix, module in (("model.", model), ("guide.", guide)):
-        state = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
-        module.load_state_dict(state)
+    nn.ModuleDict({"model": model, "guide": guide}).load_state_dict(tensors)
 
 
 def write_directory(
@@ -179,59 +223,42 @@ def write_directory(
     tensors: Mapping[str, Tensor],
     trainer: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint directory atomically; an existing one is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unique = uuid.uuid4().hex[:8]
-    temporary = path.with_name(f".{path.name}.tmp-{unique}")
-    temporary.mkdir()
-    try:
-        files = {_MODEL: safetensors.torch.save(dict(tensors))}
-        if trainer is not None:
-            files[_TRAINER] = safetensors.torch.save(dict(trainer))
-        header = {
-            "format": "pyro_dak",
-            "format_version": FORMAT_VERSION,
-            "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        }
-        files[_CONFIG] = _dump_config(header | dict(config))
+    """Write a checkpoint directory whole or not at all; an existing one is replaced."""
+    header = {"format": "pyro_dak", "format_version": FORMAT_VERSION}
+    files = {
+        _CONFIG: json.dumps(header | dict(config), indent=1, allow_nan=True).encode(),
+        _MODEL: safetensors.torch.save(dict(tensors)),
+    }
+    if trainer is not None:
+        files[_TRAINER] = safetensors.torch.save(dict(trainer))
+    sums = [f"{_sha256(data)}  {name}\n" for name, data in files.items()]
+    files[_SUMS] = "".join(sums).encode()
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
         for name, data in files.items():
-            _write_file(temporary / name, data)
-        _flush_directory(temporary)
-        if path.exists():
-            old = path.with_name(f".{path.name}.old-{unique}")
-            os.rename(path, old)
-            os.rename(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, path)
-        _flush_directory(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / name).write_bytes(data)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)
 
 
 def read_directory(path: Path) -> Contents:
     """Read and verify a checkpoint directory; raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory.")
-    config = _load_config(path / _CONFIG)
-    sums = config.get("sha256")
-    if not isinstance(sums, dict) or _MODEL not in sums:
-        raise CheckpointError(f"{path / _CONFIG}: lists no checksum of {_MODEL}.")
-    tensors = _read_tensors(path / _MODEL, sums[_MODEL])
+    config, sums = _load_config(path)
+    tensors = _read_tensors(path / _MODEL, sums.get(_MODEL))
     trainer = _read_tensors(path / _TRAINER, sums[_TRAINER]) if _TRAINER in sums else None
     return Contents(config, tensors, trainer)
 
 
-def _dump_config(config: dict[str, Any]) -> bytes:
-    """JSON with a checksum of the rest as its first entry."""
-    body = json.dumps(config, sort_keys=True, allow_nan=True)
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    return json.dumps({"checksum": checksum} | json.loads(body), indent=1).encode()
-
-
-def _load_config(path: Path) -> dict[str, Any]:
+def _load_config(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The configuration, verified, and the checksums of the other files by name."""
+    path = directory / _CONFIG
+    data = _read_file(path)
     try:
-        config = json.loads(_read_file(path).decode())
+        config = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: is not JSON, so it is damaged or foreign: {error}"
@@ -244,24 +271,43 @@ def _load_config(path: Path) -> dict[str, Any]:
             f"{path}: has format version {version}, this library reads up to {FORMAT_VERSION}. "
             "Install a newer pyro_dak."
         )
+    if version == 1:
+        return config, _verify_version_1(path, config)
+    lines = _read_file(directory / _SUMS).decode(errors="replace").splitlines()
+    sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    _verify(path, data, sums.get(_CONFIG))
+    return config, sums
+
+
+def _verify_version_1(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The checksums in a configuration of version 1, whose own one covers all its other entries."""
     checksum = config.pop("checksum", None)
-    body = json.dumps(config, sort_keys=True, allow_nan=True)
-    if checksum != hashlib.sha256(body.encode()).hexdigest():
-        raise CheckpointError(f"{path}: does not match its checksum; it was altered or damaged.")
-    return config
+    _verify(path, json.dumps(config, sort_keys=True, allow_nan=True).encode(), checksum)
+    sums = config.get("sha256")
+    if not isinstance(sums, dict):
+        raise CheckpointError(f"{path}: lists no checksum of {_MODEL}.")
+    return sums
 
 
-def _read_tensors(path: Path, checksum: str) -> dict[str, Tensor]:
+def _read_tensors(path: Path, checksum: object) -> dict[str, Tensor]:
     data = _read_file(path)
-    if hashlib.sha256(data).hexdigest() != checksum:
-        raise CheckpointError(
-            f"{path}: does not match its checksum in {_CONFIG} ({len(data)} bytes read); it is "
-            "truncated, altered or from another model."
-        )
+    _verify(path, data, checksum)
     try:
         return safetensors.torch.load(data)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is not a safetensors file: {error}") from error
+
+
+def _verify(path: Path, data: bytes, checksum: object) -> None:
+    if _sha256(data) != checksum:
+        raise CheckpointError(
+            f"{path}: does not match its checksum ({len(data)} bytes read); it is truncated, "
+            "altered or from another model."
+        )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _read_file(path: Path) -> bytes:
@@ -269,25 +315,6 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power cut, where the system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _dtype(name: object) -> torch.dtype:

@@ -1,17 +1,30 @@
-"""Batches for training: resident tensors by index, or whatever a loader yields."""
+"""Batches for training: tensors on the device cut by index, or whatever a loader yields."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.modes import evaluating
 from pyro_dak.validation import check_finite, check_floating, check_integer
 
-Batch = tuple[Tensor, Tensor, float]
+__all__ = [
+    "Data",
+    "LoaderData",
+    "ResidentData",
+    "all_rows",
+    "check_data",
+    "extract_features",
+    "hold_out",
+    "is_pair",
+    "training_data",
+]
 
-__all__ = ["LoaderData", "ResidentData", "check_data", "is_pair", "training_data"]
+# Inputs, targets, and how many rows of the data set each row stands for: a number for all rows, or
+# a tensor `(N,)` or `(E, N)`.
+Batch = tuple[Tensor, Tensor, float | Tensor]
 
 
 def is_pair(data: Any) -> bool:
@@ -46,16 +59,38 @@ def check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Te
 
 
 class ResidentData:
-    """Tensors on the device, cut into batches by index: every row once per epoch.
+    """Tensors on the device, cut into batches by index: every row comes once per epoch.
 
     The rows of an epoch are split into ceil(N / batch_size) batches of nearly equal size, so that
-    there is no small last batch; of each batch a process takes every `world_size`-th row.
+    there is no small last batch. Each process takes every `world_size`-th row of each batch.
+
+    Args:
+        x: inputs, `(N, ...)`.
+        y: targets, N rows.
+        batch_size: rows per batch, over all processes.
+        rank: the number of this process.
+        world_size: the number of processes.
+        weights: how often each row counts, `(N,)`, or `(E, N)` for E members; by default once.
+
+    Attributes:
+        num_rows: N.
+        num_data: what the rows count in all, which the loss divides by: N, or the sum of weights.
+        batches_per_epoch: the number of batches in an epoch.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        weights: Tensor | None = None,
+    ):
         check_integer("batch_size", batch_size, minimum=1)
-        self.x, self.y = x, y
-        self.num_data = len(x)
+        self.x, self.y, self.weights = x, y, weights
+        self.num_rows = len(x)
+        self.num_data: int | Tensor = len(x) if weights is None else weights.sum(-1)
         self.batches_per_epoch = -(-len(x) // batch_size)
         if len(x) // self.batches_per_epoch < world_size:
             raise ValueError(
@@ -65,24 +100,26 @@ class ResidentData:
         self.rank, self.world_size = rank, world_size
 
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
-        """Batches from number `start` on: x, y, and the weight of a row in the whole data set."""
-        order = torch.randperm(self.num_data, generator=generator).to(self.x.device)
+        """The batches of an epoch from number `start` on, in an order that `generator` draws."""
+        order = torch.randperm(self.num_rows, generator=generator).to(self.x.device)
         for batch in order.tensor_split(self.batches_per_epoch)[start:]:
-            scale = self.num_data * self.world_size / len(batch)
+            scale: float | Tensor = self.num_rows * self.world_size / len(batch)
             own = batch[self.rank :: self.world_size] if self.world_size > 1 else batch
+            if self.weights is not None:
+                scale = self.weights[..., own] * scale
             yield self.x[own], self.y[own], scale
 
 
 class LoaderData:
-    """Batches of a `DataLoader` or any iterable of (x, y); shuffling is the loader's business.
+    """The batches of a `DataLoader` or any iterable of (x, y), which does its own shuffling.
 
     Args:
         loader: the iterable.
         num_data: rows in all; by default `len(loader.dataset)`.
-        model: checks each batch.
-        device: where batches go.
-        rank: this process.
-        world_size: number of processes. Each takes every `world_size`-th row of each batch.
+        model: the model, which checks each batch.
+        device: the device that batches go to.
+        rank: the number of this process.
+        world_size: the number of processes. Each takes every `world_size`-th row of each batch.
     """
 
     def __init__(
@@ -107,7 +144,9 @@ class LoaderData:
                     "`num_data` must be given for a loader whose data set has no length."
                 ) from None
         check_integer("num_data", num_data, minimum=1)
-        self.loader, self.num_data, self.model, self.device = loader, num_data, model, device
+        self.loader, self.model, self.device = loader, model, device
+        self.num_rows = num_data
+        self.num_data: int | Tensor = num_data
         try:
             self.batches_per_epoch: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:
@@ -115,9 +154,9 @@ class LoaderData:
         self.rank, self.world_size = rank, world_size
 
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
-        """Batches from number `start` on.
+        """The batches of an epoch from number `start` on.
 
-        What the loader draws to shuffle comes from `generator`, in every process the same.
+        What the loader draws to shuffle comes from `generator` and is the same in every process.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -132,13 +171,16 @@ class LoaderData:
                         f"every batch needs a row for each of the {self.world_size} processes; got "
                         f"{len(x)}. Use drop_last=True or another batch size."
                     )
-                scale = self.num_data * self.world_size / len(x)
+                scale = self.num_rows * self.world_size / len(x)
                 own = slice(self.rank, None, self.world_size)
                 yield x[own].to(self.device), y[own].to(self.device), scale
             number += 1
             batch = next(batches, None)
         if number == 0:
             raise ValueError("`data` yields no batch.")
+
+
+Data = ResidentData | LoaderData
 
 
 def training_data(
@@ -149,7 +191,7 @@ def training_data(
     device: torch.device,
     rank: int,
     world_size: int,
-) -> ResidentData | LoaderData:
+) -> Data:
     """`ResidentData` for a pair of tensors, `LoaderData` for anything else that can be iterated."""
     if is_pair(data):
         if num_data is not None:
@@ -162,3 +204,63 @@ def training_data(
             f"got {type(data).__name__}."
         )
     return LoaderData(data, num_data, model, device, rank, world_size)
+
+
+def all_rows(model: DAK, data: Any, chunk_size: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every row once, checked, in batches."""
+    if is_pair(data):
+        x, y = check_data(model, *data)
+        yield from zip(x.split(chunk_size), y.split(chunk_size), strict=True)
+    else:
+        for x, y in data:
+            yield check_data(model, x, y, "batch")
+
+
+def extract_features(
+    network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The features and targets of all rows; the network runs in eval mode, once per row."""
+    features, targets = [], []
+    with evaluating(network):
+        for x, y in batches:
+            features.append(network(x.to(device)))
+            targets.append(y.to(device))
+    return torch.cat(features), torch.cat(targets)
+
+
+def hold_out(
+    model: DAK, data: Any, validation: Any, seed: int, device: torch.device, world_size: int
+) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+    """Training data, and held-out rows that are checked and on the device, or None without any.
+
+    Args:
+        model: the model.
+        data: the data that `fit` was given.
+        validation: a pair (x, y), a share of the rows of `data` to hold out, or None.
+        seed: seed of the choice of these rows.
+        device: the device.
+        world_size: the number of processes, each of which needs a held-out row.
+    """
+    if validation is None:
+        return data, None
+    if isinstance(validation, int | float):
+        if not 0 < validation < 1:
+            raise ValueError(f"`validation` must be a share between 0 and 1; got {validation}.")
+        if not is_pair(data):
+            raise ValueError("`validation` as a share needs tensors; give a pair (x, y) instead.")
+        x, y = check_data(model, *data)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        num_held_out = max(1, round(validation * len(x)))
+        if num_held_out >= len(x):
+            raise ValueError(f"`validation`={validation} of {len(x)} rows leaves none to train on.")
+        held_out, kept = order[:num_held_out], order[num_held_out:]
+        data, validation = (x[kept], y[kept]), (x[held_out], y[held_out])
+    if not is_pair(validation):
+        raise TypeError(
+            "`validation` must be a pair (x, y) or a share of the rows between 0 and 1; "
+            f"got {type(validation).__name__}."
+        )
+    x, y = check_data(model, validation[0], validation[1], "validation")
+    if len(x) < world_size:
+        raise ValueError(f"`validation` needs a row for each of {world_size} processes.")
+    return data, (x.to(device), y.to(device))

@@ -6,7 +6,7 @@ arguments: reading one runs no code of its author.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -24,98 +24,79 @@ from pyro_dak.model.modes import evaluating, local_parameters
 
 __all__ = [
     "build_guide",
+    "build_likelihood",
     "build_model",
     "build_network",
     "describe_guide",
+    "describe_likelihood",
     "describe_model",
+    "describe_network",
     "differences",
     "set_up_guide",
 ]
 
 Description = dict[str, Any]
 
-_KERNELS = {c.__name__: c for c in (kernels.LaplaceKernel, kernels.MaternKernel, kernels.RBFKernel)}
-_PRIORS = {
-    c.__name__: c
-    for c in (
-        priors.GammaScalePrior,
-        priors.HorseshoePrior,
-        priors.LaplacePrior,
-        priors.NormalPrior,
-        priors.StudentTPrior,
-    )
+
+def _by_name(*classes: type) -> dict[str, Any]:
+    return {c.__name__: c for c in classes}
+
+
+_KERNELS = _by_name(kernels.LaplaceKernel, kernels.MaternKernel, kernels.RBFKernel)
+_PRIORS = _by_name(
+    priors.GammaScalePrior,
+    priors.HorseshoePrior,
+    priors.LaplacePrior,
+    priors.NormalPrior,
+    priors.StudentTPrior,
+)
+_LIKELIHOODS = _by_name(
+    likelihoods.BernoulliLikelihood,
+    likelihoods.CategoricalLikelihood,
+    likelihoods.GaussianLikelihood,
+    likelihoods.HeteroscedasticLikelihood,
+    likelihoods.PoissonLikelihood,
+    likelihoods.StudentTLikelihood,
+)
+_GUIDES = _by_name(
+    joint_guides.FullRankGuide,
+    joint_guides.LowRankGuide,
+    guides.MeanFieldGuide,
+    guides.UnitBlockGuide,
+)
+_AUTOGUIDES = _by_name(
+    autoguide.AutoDelta,
+    autoguide.AutoDiagonalNormal,
+    autoguide.AutoLowRankMultivariateNormal,
+    autoguide.AutoMultivariateNormal,
+    autoguide.AutoNormal,
+)
+# Layers of networks that can be described, with the names of the arguments that make them.
+_POOL = "kernel_size stride padding"
+_NORM = "num_features eps momentum affine track_running_stats"
+_LAYERS: dict[type[nn.Module], str] = {
+    nn.AdaptiveAvgPool2d: "output_size",
+    nn.AvgPool2d: f"{_POOL} ceil_mode count_include_pad divisor_override",
+    nn.BatchNorm1d: _NORM,
+    nn.BatchNorm2d: _NORM,
+    nn.Conv2d: f"in_channels out_channels {_POOL} dilation groups bias padding_mode",
+    nn.Dropout: "p",
+    nn.Dropout2d: "p",
+    nn.ELU: "alpha",
+    nn.Flatten: "start_dim end_dim",
+    nn.GELU: "approximate",
+    nn.Identity: "",
+    nn.LayerNorm: "normalized_shape eps elementwise_affine bias",
+    nn.LeakyReLU: "negative_slope",
+    nn.Linear: "in_features out_features bias",
+    nn.MaxPool2d: f"{_POOL} dilation return_indices ceil_mode",
+    nn.ReLU: "",
+    nn.SiLU: "",
+    nn.Sigmoid: "",
+    nn.Softplus: "beta threshold",
+    nn.Tanh: "",
 }
-_LIKELIHOODS: dict[str, Callable[..., likelihoods.Likelihood]] = {
-    c.__name__: c
-    for c in (
-        likelihoods.BernoulliLikelihood,
-        likelihoods.CategoricalLikelihood,
-        likelihoods.GaussianLikelihood,
-        likelihoods.HeteroscedasticLikelihood,
-        likelihoods.PoissonLikelihood,
-        likelihoods.StudentTLikelihood,
-    )
-}
-_GUIDES = {
-    c.__name__: c
-    for c in (
-        joint_guides.FullRankGuide,
-        joint_guides.LowRankGuide,
-        guides.MeanFieldGuide,
-        guides.UnitBlockGuide,
-    )
-}
-_AUTOGUIDES = {
-    c.__name__: c
-    for c in (
-        autoguide.AutoDelta,
-        autoguide.AutoDiagonalNormal,
-        autoguide.AutoLowRankMultivariateNormal,
-        autoguide.AutoMultivariateNormal,
-        autoguide.AutoNormal,
-    )
-}
-# Layers of networks that can be described, with the arguments that make them.
-_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.AdaptiveAvgPool2d: ("output_size",),
-    nn.AvgPool2d: (
-        "kernel_size",
-        "stride",
-        "padding",
-        "ceil_mode",
-        "count_include_pad",
-        "divisor_override",
-    ),
-    nn.BatchNorm1d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
-    nn.BatchNorm2d: ("num_features", "eps", "momentum", "affine", "track_running_stats"),
-    nn.Conv2d: (
-        "in_channels",
-        "out_channels",
-        "kernel_size",
-        "stride",
-        "padding",
-        "dilation",
-        "groups",
-        "bias",
-        "padding_mode",
-    ),
-    nn.Dropout: ("p",),
-    nn.Dropout2d: ("p",),
-    nn.ELU: ("alpha",),
-    nn.Flatten: ("start_dim", "end_dim"),
-    nn.GELU: ("approximate",),
-    nn.Identity: (),
-    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine", "bias"),
-    nn.LeakyReLU: ("negative_slope",),
-    nn.Linear: ("in_features", "out_features", "bias"),
-    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
-    nn.ReLU: (),
-    nn.SiLU: (),
-    nn.Sigmoid: (),
-    nn.Softplus: ("beta", "threshold"),
-    nn.Tanh: (),
-}
-_LAYERS_BY_NAME = {c.__name__: c for c in _LAYERS}
+_LAYERS_BY_NAME = _by_name(*_LAYERS)
 
 
 def _plain(value: Any) -> Any:
@@ -147,7 +128,7 @@ def describe_network(network: nn.Module) -> Description | None:
         return {"name": "Sequential", "children": children}
     if type(network) not in _LAYERS:
         return None
-    arguments = {name: getattr(network, name) for name in _LAYERS[type(network)]}
+    arguments = {name: getattr(network, name) for name in _LAYERS[type(network)].split()}
     if "bias" in arguments:
         arguments["bias"] = arguments["bias"] is not None
     return {"name": type(network).__name__} | {k: _plain(v) for k, v in arguments.items()}
@@ -155,26 +136,19 @@ def describe_network(network: nn.Module) -> Description | None:
 
 def build_network(description: Description) -> nn.Module:
     """The network that `describe_network` described, with fresh weights."""
-    arguments = dict(description)
-    name = arguments.pop("name")
-    if name == "Sequential":
-        return nn.Sequential(
-            OrderedDict((str(name), build_network(child)) for name, child in arguments["children"])
-        )
-    layer = _look_up("layer", name, _LAYERS_BY_NAME)
-    return layer(**{key: _tuples(value) for key, value in arguments.items()})
+    if description["name"] == "Sequential":
+        children = ((str(name), build_network(child)) for name, child in description["children"])
+        return nn.Sequential(OrderedDict(children))
+    arguments = {key: _tuples(value) for key, value in description.items()}
+    return _build("layer", arguments, _LAYERS_BY_NAME)
 
 
 def describe_model(model: DAK) -> Description:
     """Everything that made a model, as data; the extractor is None if it cannot be described."""
     grid = model.layer.activation.grid
     scaling = model.scaling
+    _named("scaling", scaling, _by_name(*SCALINGS.values()))
     names = {cls: name for name, cls in SCALINGS.items()}
-    if type(scaling) not in names:
-        raise ValueError(
-            f"{type(scaling).__name__} is a scaling of your own: it cannot be stored as data. "
-            "Store the state_dict of the model instead."
-        )
     scaling_arguments: tuple[str, ...] = {
         Standardize: ("momentum", "num_std", "eps"),
         MinMax: ("momentum", "eps"),
@@ -187,7 +161,7 @@ def describe_model(model: DAK) -> Description:
         "level": grid.level,
         "bounds": list(grid.bounds),
         "kernel": _describe_dataclass("kernel", model.layer.activation.kernel, _KERNELS),
-        "likelihood": _describe_likelihood(model.likelihood),
+        "likelihood": describe_likelihood(model.likelihood),
         "scaling": names[type(scaling)],
         "scaling_options": {name: getattr(scaling, name) for name in scaling_arguments},
         "embedding": model.embedding is not None,
@@ -216,7 +190,7 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
         _look_up("option of the scaling", name, dict.fromkeys(("momentum", "num_std", "eps")))
     arguments["bounds"] = tuple(arguments["bounds"])
     arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
-    arguments["likelihood"] = _build("likelihood", arguments["likelihood"], _LIKELIHOODS)
+    arguments["likelihood"] = build_likelihood(arguments["likelihood"])
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
     model = DAK(feature_extractor, **arguments)
     for name, value in options.items():
@@ -225,14 +199,12 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
 
 
 def describe_guide(guide: nn.Module) -> Description:
-    """The class of a guide and what sizes it; `None` as name if it is not a known one."""
+    """The class of a guide and its rank, if it has one; the name is None for an unknown class."""
     name = type(guide).__name__
-    if _GUIDES.get(name) is type(guide):
-        return {"name": name} | ({"rank": guide.rank} if name == "LowRankGuide" else {})
-    if _AUTOGUIDES.get(name) is type(guide):
-        rank = getattr(guide, "rank", None)
-        return {"name": name} | ({} if rank is None else {"rank": rank})
-    return {"name": None, "class": name}
+    if (_GUIDES | _AUTOGUIDES).get(name) is not type(guide):
+        return {"name": None, "class": name}
+    rank = getattr(guide, "rank", None)
+    return {"name": name} | ({} if rank is None else {"rank": rank})
 
 
 def build_guide(description: Description, model: DAK, example: Tensor | None) -> nn.Module:
@@ -241,7 +213,7 @@ def build_guide(description: Description, model: DAK, example: Tensor | None) ->
     Args:
         description: from `describe_guide`.
         model: the model.
-        example: inputs of the right shape; Pyro's autoguides learn their sites from a run.
+        example: inputs of the right shape, from which Pyro's autoguides learn their sites.
     """
     arguments = dict(description)
     name = arguments.pop("name")
@@ -252,7 +224,7 @@ def build_guide(description: Description, model: DAK, example: Tensor | None) ->
         )
     if name in _GUIDES:
         return _GUIDES[name](model, **arguments)
-    guide = _look_up("guide", name, _AUTOGUIDES)(model, **arguments)
+    guide: nn.Module = _look_up("guide", name, _AUTOGUIDES)(model, **arguments)
     if example is None:
         raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
     set_up_guide(guide, model, example)
@@ -273,10 +245,10 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
 
 
 def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """What both of two descriptions say, and say differently.
+    """The entries that two descriptions both have with different values.
 
-    None for a whole part means that it cannot be described; a list in place of a dictionary is of
-    another format; a number in place of a list stands for each of its entries.
+    None for a whole part means that it cannot be described. A list in place of a dictionary is of
+    another format. A number in place of a list stands for each of its entries.
     """
     if isinstance(then, list) and isinstance(now, int | float):
         now = [now] * len(then)
@@ -303,14 +275,9 @@ def _is_unknown(then: Any, now: Any, name: str) -> bool:
     return is_missing or {type(then), type(now)} == {dict, list}
 
 
-def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
-    name = type(likelihood).__name__
-    if _LIKELIHOODS.get(name) is not type(likelihood):
-        raise ValueError(
-            f"{name} is a likelihood of your own: it cannot be stored as data. Store the "
-            "state_dict of the model instead."
-        )
-    description: Description = {"name": name}
+def describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
+    """The class of a likelihood and the arguments that make it, as data."""
+    description = _named("likelihood", likelihood, _LIKELIHOODS)
     noise = getattr(likelihood, "noise", None)
     if noise is not None:
         description["noise_scale"] = _plain(noise().detach())
@@ -320,19 +287,29 @@ def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
     return description
 
 
-def _describe_dataclass(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
+def build_likelihood(description: Description) -> likelihoods.Likelihood:
+    """The likelihood that `describe_likelihood` described."""
+    arguments = dict(description)
+    if isinstance(arguments.get("noise_scale"), list):
+        arguments["noise_scale"] = torch.tensor(arguments["noise_scale"])
+    return _build("likelihood", arguments, _LIKELIHOODS)
+
+
+def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
+    """The name of the class of a value, which must be known."""
     name = type(value).__name__
     if known.get(name) is not type(value):
         raise ValueError(
             f"the {kind} ({name}) is an object of your own: it cannot be stored as data. Use one "
             f"of {', '.join(sorted(known))}, or store the state_dict of the model instead."
         )
-    return {"name": name} | asdict(value)
+    return {"name": name}
+
+
+def _describe_dataclass(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
+    return _named(kind, value, known) | asdict(value)
 
 
 def _build(kind: str, description: Description, known: Mapping[str, Any]) -> Any:
     arguments = dict(description)
-    make = _look_up(kind, arguments.pop("name"), known)
-    if isinstance(arguments.get("noise_scale"), list):
-        arguments["noise_scale"] = torch.tensor(arguments["noise_scale"])
-    return make(**arguments)
+    return _look_up(kind, arguments.pop("name"), known)(**arguments)

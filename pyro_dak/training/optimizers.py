@@ -1,27 +1,28 @@
-"""Optimisers by name and learning-rate schedules as functions of the step, without state."""
+"""Optimisers by name, their state as plain data, and schedules of the learning rate."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from pyro_dak.validation import check_choice
+from torch.optim import Optimizer
 
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
+    "Group",
     "Schedule",
-    "TwoOptimizers",
-    "build_optimizer",
-    "schedule_fn",
+    "build_optimizers",
+    "load_optimizers",
+    "optimizer_state",
 ]
 
-# Factor of the learning rate at a step, from (step, total_steps, steps_per_epoch).
+# The factor of the learning rate at a step, from (step, total_steps, steps_per_epoch).
 Schedule = Callable[[int, int, int], float]
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -29,98 +30,77 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-class TwoOptimizers(torch.optim.Optimizer):
-    """One optimiser for the network and another for the last layer, as one.
+class Group(NamedTuple):
+    """Parameters that share an optimiser, a learning rate and a weight decay."""
 
-    Groups and state are theirs: a change of a rate reaches them, and so does `load_state_dict`.
+    parameters: list[Tensor]
+    optimizer: str
+    learning_rate: float
+    weight_decay: float
 
-    Args:
-        first: steps first; its groups come first.
-        second: steps second.
+
+def build_optimizers(groups: Sequence[Group], fused: bool) -> list[Optimizer]:
+    """The optimisers of the groups, in their order; neighbours of the same kind share one.
+
+    SGD has momentum 0.9. Groups without parameters are left out.
     """
-
-    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer):
-        self.parts = (first, second)
-        super().__init__([*first.param_groups, *second.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Let the parts have the groups and the state of the whole."""
-        first, second = self.parts
-        count = len(first.param_groups)
-        first.param_groups, second.param_groups = (
-            self.param_groups[:count],
-            self.param_groups[count:],
-        )
-        first.state = second.state = self.state
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: with the parts, which share what the copy has."""
-        return {**super().__getstate__(), "parts": self.parts}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For construction only: a later group would belong to neither part."""
-        if hasattr(self, "param_groups") and len(self.param_groups) == sum(
-            len(part.param_groups) for part in self.parts
-        ):
-            raise NotImplementedError(
-                "Two optimisers take no further groups; build them with all their parameters."
-            )
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimiser's."""
-        super().load_state_dict(state_dict)
-        self._share()
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """A step of each; a closure would be called twice, and is not taken."""
-        if closure is not None:
-            raise NotImplementedError(
-                "Two optimisers cannot share a closure; compute the loss first."
-            )
-        for part in self.parts:
-            part.step()
+    filled = [group for group in groups if group.parameters]
+    if not filled:
+        raise ValueError("There is nothing to train: the optimizer got an empty parameter list.")
+    return [_build(name, [*same], fused) for name, same in groupby(filled, lambda g: g.optimizer)]
 
 
-def build_optimizer(
-    name: str,
-    network: Iterable[Tensor],
-    last_layer: Iterable[Tensor],
-    learning_rate: float,
-    last_layer_learning_rate: float,
-    weight_decay: float,
-    decay_last_layer: bool,
-    fused: bool,
-    last_layer_name: str | None = None,
-) -> torch.optim.Optimizer:
-    """The optimiser called `name`, with a group for the network and one for the last layer.
-
-    Weight decay acts on the network; the last layer has its prior instead, unless
-    `decay_last_layer`. SGD has momentum 0.9. The last layer may have another optimiser, called
-    `last_layer_name`.
-    """
-    last_layer_name = name if last_layer_name is None else last_layer_name
-    check_choice("optimizer", name, OPTIMIZERS)
-    check_choice("last_layer_optimizer", last_layer_name, OPTIMIZERS)
-    of_network = {"params": list(network), "lr": learning_rate, "weight_decay": weight_decay}
-    of_last_layer = {
-        "params": list(last_layer),
-        "lr": last_layer_learning_rate,
-        "weight_decay": weight_decay if decay_last_layer else 0.0,
-    }
-    if of_network["params"] and of_last_layer["params"] and last_layer_name != name:
-        first = _build(name, [of_network], fused)
-        return TwoOptimizers(first, _build(last_layer_name, [of_last_layer], fused))
-    groups = [group for group in (of_network, of_last_layer) if group["params"]]
-    return _build(name if of_network["params"] else last_layer_name, groups, fused)
-
-
-def _build(name: str, groups: list[dict[str, Any]], fused: bool) -> torch.optim.Optimizer:
+def _build(name: str, groups: Sequence[Group], fused: bool) -> Optimizer:
     options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
     if fused and name in ("adam", "adamw", "sgd"):
         options["fused"] = True
-    return OPTIMIZERS[name](groups, **options)
+    parts = [
+        {"params": g.parameters, "lr": g.learning_rate, "weight_decay": g.weight_decay}
+        for g in groups
+    ]
+    return OPTIMIZERS[name](parts, **options)
+
+
+def optimizer_state(optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of the optimisers as named tensors and as plain numbers.
+
+    A name is "index.key", where the index counts the parameters of all optimisers.
+    """
+    groups = [(o, group) for o in optimizers for group in o.param_groups]
+    states = [o.state.get(p, {}) for o, group in groups for p in group["params"]]
+    entries = {f"{i}.{key}": v for i, state in enumerate(states) for key, v in state.items()}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in entries.items() if name not in tensors}
+
+
+def load_optimizers(
+    optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Give the optimisers a state that `optimizer_state` returned."""
+    states: dict[int, dict[str, Any]] = {}
+    for name, value in {**tensors, **numbers}.items():
+        index, key = name.split(".", 1)
+        states.setdefault(int(index), {})[key] = value
+    offset = 0
+    for optimizer in optimizers:
+        content = optimizer.state_dict()
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        content["state"] = {i: states[i + offset] for i in range(count) if i + offset in states}
+        optimizer.load_state_dict(content)
+        _match_layout(optimizer)
+        offset += count
+
+
+def _match_layout(optimizer: Optimizer) -> None:
+    """Lay out the state of each parameter in memory as the parameter is.
+
+    A fused optimiser walks through memory: if a parameter has its channels last and its state does
+    not, it would pair the wrong entries.
+    """
+    for parameter, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                entry[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _one_cycle(step: int, total_steps: int, steps_per_epoch: int) -> float:
@@ -155,11 +135,3 @@ SCHEDULES: dict[str, Schedule] = {
     "one_cycle": _one_cycle,
     "step": _step_decay,
 }
-
-
-def schedule_fn(schedule: str | Schedule) -> Schedule:
-    """The schedule called so, or the function itself."""
-    if callable(schedule):
-        return schedule
-    check_choice("schedule", schedule, SCHEDULES)
-    return SCHEDULES[schedule]

@@ -1,30 +1,31 @@
-"""What a training run keeps: its settings, its history, its checkpoints on disk."""
+"""How to train, and what came of it: `Plan`, `History` and `TrainingError`."""
 
-import re
-import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import count
+from typing import Any
 
-from pyro_dak.training.checkpoint import CheckpointError, is_ours
+from torch import Tensor
 
-__all__ = ["Checkpoints", "History", "Settings", "TrainingError"]
+from pyro_dak.training.optimizers import OPTIMIZERS, SCHEDULES, Group, Schedule
+from pyro_dak.validation import check_choice, check_integer, check_positive
 
-
-_NAME = re.compile(r"step-\d{9}")
-_TEMPORARY = re.compile(r"\.step-\d{9}\.(tmp|old)-[0-9a-f]{8}")
+__all__ = ["History", "Plan", "TrainingError"]
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why and where the last good checkpoint is."""
+    """Training cannot go on. The message says why, and where the last good checkpoint is."""
 
 
 @dataclass
 class History:
-    """One row per epoch: loss, elbo, elbo_per_datum, kl, expected_log_lik, learning_rate, val_*.
+    """What training went through, with one row per epoch.
 
-    The loss is minus the ELBO per datum, averaged over the epoch's batches; `elbo`, `kl` and
-    `expected_log_lik` are in nats for the whole data set (the last two are NaN for objectives of
-    Pyro, which do not split the bound). `status` is "finished", "stopped early" or "interrupted".
+    The rows of `fit` hold loss, elbo, elbo_per_datum, kl, expected_log_lik, learning_rate and
+    val_*. The loss is minus the ELBO per datum, averaged over the batches of the epoch; `elbo`,
+    `kl` and `expected_log_lik` are in nats for the whole data set (the last two are NaN for
+    objectives of Pyro, which do not split the bound). `status` is "finished", "stopped early" or
+    "interrupted".
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -38,58 +39,99 @@ class History:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What must be the same for a resumed run to equal an uninterrupted one."""
+class Plan:
+    """How to train. `fit`, the estimators for tables and the baselines all build one.
 
-    epochs: int
-    batch_size: int
-    learning_rate: float
-    last_layer_learning_rate: float
-    optimizer: str
-    last_layer_optimizer: str
-    schedule: str
-    weight_decay: float
-    decay_last_layer: bool
-    clip_norm: float | None
-    patience: int | None
-    fixed_features: bool
-    objective: str
-    has_validation: bool
-    world_size: int
-    seed: int
+    Args:
+        epochs: passes over the data; the schedule spans all of them.
+        batch_size: rows per step, over all processes.
+        learning_rate: rate of the network at the peak of the schedule.
+        last_layer_learning_rate: rate of the last layer; by default that of the network.
+        optimizer: "adam", "adamw", "sgd" or "adadelta".
+        last_layer_optimizer: optimiser of the last layer; by default that of the network.
+        schedule: "one_cycle", "cosine", "constant", "step", or a function of
+            (step, total steps, steps per epoch).
+        weight_decay: weight decay of the network.
+        decay_last_layer: whether weight decay acts on the last layer too.
+        clip_norm: bound of the norm of the gradient of the loss per datum, or None.
+        patience: number of scorings in a row without an improvement after which training stops. At
+            the end the best weights come back. None trains to the end and keeps the last weights.
+        fixed_features: whether the network stays as it is and its features are computed once.
+        seed: seed of the batches and the draws.
+        stop_after: number of epochs of the schedule after which training stops; by default all.
+        num_scorings: how often held-out rows are scored in a run, at most once per epoch; by
+            default after every epoch.
+    """
 
+    epochs: int = 100
+    batch_size: int = 512
+    learning_rate: float = 1e-2
+    last_layer_learning_rate: float | None = None
+    optimizer: str = "adam"
+    last_layer_optimizer: str | None = None
+    schedule: str | Schedule = "one_cycle"
+    weight_decay: float = 0.0
+    decay_last_layer: bool = False
+    clip_norm: float | None = 10.0
+    patience: int | None = None
+    fixed_features: bool = False
+    seed: int = 0
+    stop_after: int | None = None
+    num_scorings: int | None = None
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """Where checkpoints go, how often, and how many are kept."""
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "stop_after", "num_scorings"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
+        if self.patience is not None:
+            check_integer("patience", self.patience, minimum=0)
+        for name in ("learning_rate", "last_layer_learning_rate", "clip_norm"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if not self.weight_decay >= 0:
+            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
+        for name in ("optimizer", "last_layer_optimizer"):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), OPTIMIZERS)
+        if not callable(self.schedule):
+            check_choice("schedule", self.schedule, SCHEDULES)
 
-    directory: Path
-    every: int = 1
-    keep_last: int = 2
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs that are trained unless training stops early."""
+        return self.epochs if self.stop_after is None else self.stop_after
 
-    @staticmethod
-    def newest(path: Path) -> Path:
-        """The newest checkpoint in a directory of them, or the directory if it is one itself."""
-        if (path / "config.json").exists():
-            return path
-        found = Checkpoints.found(path)
-        if not found:
-            raise CheckpointError(f"{path}: holds no checkpoint.")
-        return found[-1]
+    def is_scored(self, epoch: int) -> bool:
+        """Whether held-out rows are scored after this epoch, counted from 1."""
+        every = 1 if self.num_scorings is None else max(1, self.epochs // self.num_scorings)
+        return epoch % every == 0 or epoch == self.num_epochs
 
-    @staticmethod
-    def found(directory: Path) -> list[Path]:
-        """The checkpoints in a directory, oldest first; other things in it do not count."""
-        return sorted(
-            path
-            for path in directory.glob("step-*")
-            if _NAME.fullmatch(path.name) and is_ours(path)
-        )
+    def factors(self, step: int, steps_per_epoch: int) -> Iterator[float]:
+        """The factors of the learning rates from a step on; the last one stays."""
+        schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
+        total = self.epochs * steps_per_epoch
+        for number in count(step):
+            yield schedule(min(number, total - 1), total, steps_per_epoch)
 
-    def prune(self) -> None:
-        """Remove all but the last ones, and what an interrupted write has left behind."""
-        for old in self.found(self.directory)[: -self.keep_last]:
-            shutil.rmtree(old)
-        for stale in self.directory.glob(".step-*"):
-            if _TEMPORARY.fullmatch(stale.name):
-                shutil.rmtree(stale, ignore_errors=True)
+    def groups(self, network: Sequence[Tensor], last_layer: Sequence[Tensor]) -> list[Group]:
+        """The parameters in the groups that the optimisers take, network first."""
+        settings, decay = self.settings(), self.weight_decay
+        last_decay = decay if self.decay_last_layer else 0.0
+        names = settings["optimizer"], settings["last_layer_optimizer"]
+        rates = settings["learning_rate"], settings["last_layer_learning_rate"]
+        parameters = [*network], [*last_layer]
+        return [Group(*g) for g in zip(parameters, names, rates, (decay, last_decay), strict=True)]
+
+    def settings(self) -> dict[str, Any]:
+        """All fields as plain data, defaults filled in: a resumed run must have the same.
+
+        A schedule of one's own is known by its name.
+        """
+        values = dict(vars(self))
+        for name in ("learning_rate", "optimizer"):
+            if values[f"last_layer_{name}"] is None:
+                values[f"last_layer_{name}"] = values[name]
+        if callable(self.schedule):
+            name = getattr(self.schedule, "__qualname__", type(self.schedule).__qualname__)
+            values["schedule"] = f"custom {name}"
+        return values

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-import pyro_dak.training.checkpoint
 from pyro_dak import DAK, HeteroscedasticLikelihood, MeanFieldGuide, fit
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
@@ -40,29 +39,29 @@ def main() -> None:
     model = DAK(network, 4, num_units=3, level=3, likelihood=HeteroscedasticLikelihood())
     guide = MeanFieldGuide(model)
 
-    step = Run._train_step
+    step = Run.train_step
 
-    def watched_step(run: Run, *batch: object) -> None:
-        step(run, *batch)
+    def watched_step(run: Run, *arguments: object) -> None:
+        step(run, *arguments)
         if run.step == args.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         is_chosen = args.only_rank in (None, os.environ.get("RANK"))
         if run.step == args.interrupt_at_step and is_chosen:
             os.kill(os.getpid(), signal.SIGINT)
 
-    Run._train_step = watched_step
-    write = pyro_dak.training.checkpoint._write_file
-    writes = 0
+    Run.train_step = watched_step
+    flush = os.fsync
+    flushes = 0
 
-    def watched_write(path: object, data: bytes) -> None:
-        nonlocal writes
-        writes += 1
-        if writes == args.kill_in_write:
-            write(path, data[: len(data) // 2])
+    def watched_flush(descriptor: int) -> None:
+        nonlocal flushes
+        flushes += 1
+        if flushes == args.kill_in_write:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        write(path, data)
+        flush(descriptor)
 
-    pyro_dak.training.checkpoint._write_file = watched_write
+    os.fsync = watched_flush
     history = fit(
         model,
         guide,

@@ -18,8 +18,8 @@ from pyro_dak import (
     predict,
 )
 from pyro_dak.inference.objectives import ClosedFormELBO, LocalReparamELBO
-from pyro_dak.tables.ensemble import Ensemble
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, clip_members, train
+from pyro_dak.tables.ensemble import Ensemble, Stack, ensemble_plan, train
+from pyro_dak.tables.rows import Rows
 
 LIKELIHOODS = {
     "gaussian": lambda: GaussianLikelihood(0.3),
@@ -117,7 +117,7 @@ def test_training_is_that_of_fit():
     model, guide = member(0)
     ensemble = Ensemble([(model, guide), member(1)])
     x, y = data()
-    plan = TrainingPlan(epochs=3, batch_size=10, learning_rate=1e-2, seed=7)
+    plan = ensemble_plan(epochs=3, batch_size=10, learning_rate=1e-2, seed=7)
     history = train(ensemble, Rows(x, y, torch.ones(30)), plan)
     expected = fit(
         model, guide, (x, y), epochs=3, batch_size=10, learning_rate=1e-2, seed=7, progress=False
@@ -142,7 +142,7 @@ def test_members_go_back_to_their_best_only_if_the_end_is_clearly_worse():
         unsure = torch.zeros(50) if epoch == 2 else 0.01 + noise  # best at 2, by chance
         return torch.stack([worse, unsure])
 
-    history = train(ensemble, Rows(x, y, torch.ones(30)), TrainingPlan(4, 10), score_fn)
+    history = train(ensemble, Rows(x, y, torch.ones(30)), ensemble_plan(4, 10), score_fn)
     assert_close(ensemble.tensors["guide.mu_loc"][0].detach(), seen[1][0])
     assert_close(ensemble.tensors["guide.mu_loc"][1].detach(), seen[3][1])
     assert history.status == "finished"
@@ -156,7 +156,7 @@ def test_training_stops_when_all_members_have_long_been_worse():
     def score_fn():
         return float(next(scores)) + 0.01 * torch.linspace(0, 1, 20).unsqueeze(0)
 
-    plan = TrainingPlan(epochs=20, batch_size=30, patience=3)
+    plan = ensemble_plan(epochs=20, batch_size=30, patience=3)
     history = train(ensemble, Rows(x, y, torch.ones(30)), plan, score_fn)
     assert (history.status, len(history.rows), history.best_epoch) == ("stopped early", 4, 1)
 
@@ -165,7 +165,7 @@ def test_gradients_are_clipped_member_by_member():
     parameters = [torch.zeros(2, 3, requires_grad=True), torch.zeros(2, requires_grad=True)]
     parameters[0].grad = torch.tensor([[3.0, 0, 0], [30.0, 0, 0]])
     parameters[1].grad = torch.tensor([4.0, 40.0])
-    assert_close(clip_members(parameters, 10.0), torch.tensor([5.0, 50.0]))
+    assert_close(Stack().clip_gradients(parameters, 10.0), torch.tensor([5.0, 50.0]))
     assert_close(parameters[0].grad, torch.tensor([[3.0, 0, 0], [6.0, 0, 0]]))
     assert_close(parameters[1].grad, torch.tensor([4.0, 8.0]))
 
@@ -174,7 +174,7 @@ def test_training_says_so_when_it_diverges():
     ensemble = Ensemble([member(0)])
     x, y = data()
     with pytest.raises(TrainingError, match="Lower `learning_rate`"):
-        train(ensemble, Rows(x, y * float("inf"), torch.ones(30)), TrainingPlan(1, 30))
+        train(ensemble, Rows(x, y * float("inf"), torch.ones(30)), ensemble_plan(1, 30))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor, predict
-from pyro_dak.tables.ensemble_training import Rows
 from pyro_dak.tables.predictive import (
     ClassMixture,
     StudentPrediction,
@@ -27,6 +26,7 @@ from pyro_dak.tables.predictive import (
     mixture_factor,
 )
 from pyro_dak.tables.rows import (
+    Rows,
     chunks,
     default_batch_size,
     default_epochs,

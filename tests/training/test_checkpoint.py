@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -38,6 +39,9 @@ from pyro_dak.training.describe import (
     describe_network,
     set_up_guide,
 )
+from tests.training.runs import edit_config, write_sums
+
+FILES = Path(__file__).parents[1] / "data" / "version_0_1"
 
 # Loads the model of every guide in a process that has seen none of them, and predicts.
 LOAD_SCRIPT = """
@@ -198,15 +202,10 @@ def test_a_directory_with_other_files_is_never_replaced(tmp_path, config):
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("sha256", None), ("model", []), ("guide", 3), ("dtype", "object"), ("input_shape", "x"),
+    ("model", []), ("guide", 3), ("dtype", "object"), ("input_shape", "x"),
 ])  # fmt: skip
 def test_a_crafted_config_gives_a_checkpoint_error(saved, key, value):
-    config = json.loads((saved / "config.json").read_text())
-    config.pop("checksum")
-    config[key] = value
-    body = json.dumps(config, sort_keys=True)
-    config["checksum"] = hashlib.sha256(body.encode()).hexdigest()
-    (saved / "config.json").write_text(json.dumps(config))
+    edit_config(saved, lambda config: config.update({key: value}))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load(saved)
 
@@ -266,10 +265,10 @@ def test_an_existing_directory_is_replaced_only_if_asked_and_ours(tmp_path, save
 def test_a_failed_write_leaves_the_old_model_and_no_rubbish(saved, monkeypatch):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
 
-    def full_disk(path, data):
+    def full_disk(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pyro_dak.training.checkpoint._write_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     model, _ = make_model()
     with pytest.raises(OSError, match="No space left"):
         save(model, MeanFieldGuide(model).float(), saved, overwrite=True)
@@ -295,7 +294,7 @@ def test_a_truncated_file_is_noticed(saved, name, kept):
         load(saved)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "SHA256SUMS"])
 def test_a_missing_file_is_named(saved, name):
     (saved / name).unlink()
     with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: No such file"):
@@ -313,6 +312,38 @@ def test_a_newer_format_asks_for_a_newer_library(saved):
     (saved / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"format version 99.*newer pyro_dak"):
         load(saved)
+
+
+def test_checksums_are_those_of_sha256sum(saved):
+    lines = (saved / "SHA256SUMS").read_text().splitlines()
+    assert {line.split("  ")[1] for line in lines} == {"config.json", "model.safetensors"}
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=saved, check=True)
+
+
+@pytest.mark.parametrize(("name", "position"), [
+    ("model.safetensors", 0.9), ("config.json", 0.3), ("config.json", 0.9)
+])  # fmt: skip
+def test_a_flipped_byte_is_noticed_in_directories_of_version_1(tmp_path, name, position):
+    directory = Path(shutil.copytree(FILES / "regression", tmp_path / "model"))
+    load(directory)
+    data = bytearray((directory / name).read_bytes())
+    data[int(position * len(data))] ^= 1
+    (directory / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load(directory)
+
+
+def test_checksums_of_version_1_must_be_there(tmp_path):
+    directory = Path(shutil.copytree(FILES / "regression", tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("checksum")
+    config["sha256"] = None
+    body = json.dumps(config, sort_keys=True).encode()
+    config["checksum"] = hashlib.sha256(body).hexdigest()
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json: lists no checksum"):
+        load(directory)
 
 
 def test_foreign_json_is_refused(saved):
@@ -339,13 +370,8 @@ def test_a_pickle_in_disguise_is_refused_and_not_run(saved, name, fix_checksum):
     pickle.loads(hostile)  # it would work
     owned.unlink()
     (saved / name).write_bytes(hostile)
-    if fix_checksum and name == "model.safetensors":
-        config = json.loads((saved / "config.json").read_text())
-        config.pop("checksum")
-        config["sha256"][name] = hashlib.sha256(hostile).hexdigest()
-        body = json.dumps(config, sort_keys=True)
-        config["checksum"] = hashlib.sha256(body.encode()).hexdigest()
-        (saved / "config.json").write_text(json.dumps(config))
+    if fix_checksum:
+        write_sums(saved)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         load(saved)
     assert not owned.exists()
