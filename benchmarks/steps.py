@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from benchmarks.timing import Timing
 from models.shared.baseline import Baseline
 from models.shared.dak import DAKBaseline
-from models.shared.training import two_groups
-from pyro_dak.training.loss import use_compiled
-from pyro_dak.training.optimizers import build_optimizer
+from pyro_dak.training.optimizers import build_optimizers
+from pyro_dak.training.plan import Plan
 
 __all__ = ["NUM_DATA", "BatchStep", "Row", "Step", "loss_fn", "ratio_rows", "training_step"]
 
@@ -47,15 +46,15 @@ def training_step(
     model: Baseline, num_data: int, learning_rate: float = 1e-3, is_compiled: bool = False
 ) -> BatchStep:
     """One step of Adam on a batch, with clipping as in training; `prepare` has been called."""
-    loss: Any = model.training_loss().train()
-    groups = two_groups(model.features, loss)
+    loss: Any = model.training_loss()
     if is_compiled and isinstance(model, DAKBaseline):
-        use_compiled(loss)
+        loss = model.training_loss(compile=True)
     elif is_compiled:
         loss.forward = torch.compile(loss.forward)
-    rates = (learning_rate, learning_rate)
-    optimizer = build_optimizer("adam", *groups, *rates, 0.0, False, fused=True)
-    parameters = [p for group in groups for p in group]
+    loss.train()
+    groups = Plan(learning_rate=learning_rate).groups(*loss.parameter_groups())
+    (optimizer,) = build_optimizers(groups, fused=True)
+    parameters = [p for group in groups for p in group.parameters]
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()

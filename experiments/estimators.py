@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from experiments.datasets import load_regression
 from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.estimators import DAKRegressor
 from pyro_dak.tables.predictive import (
     StudentPrediction,
@@ -35,6 +35,7 @@ from pyro_dak.tables.predictive import (
 )
 from pyro_dak.tables.rows import (
     FEW_ROWS,
+    Rows,
     default_batch_size,
     default_epochs,
     held_out_rows,
@@ -67,7 +68,7 @@ _SPLITS = 2026
 _LEAST_VAR = 1e-6
 
 
-class StackedMLP:
+class StackedMLP(Stack):
     """E perceptrons in one pass: y ~ N(mean(x), noise^2), with noise(x) if `heteroscedastic`."""
 
     def __init__(self, input_dim: int, size: int, heteroscedastic: bool, seed: int):
@@ -81,18 +82,12 @@ class StackedMLP:
         self.tensors["raw_noise"] = torch.full((size, 1), math.log(0.5))
         for tensor in self.tensors.values():
             tensor.requires_grad_()
-        self.num_layers, self.device = len(widths) - 1, torch.device("cpu")
+        self.num_layers = len(widths) - 1
 
-    def __len__(self) -> int:
-        return len(self.tensors["raw_noise"])
-
-    def network_parameters(self) -> list[Tensor]:
-        """Weights and biases."""
-        return [t for name, t in self.tensors.items() if name != "raw_noise"]
-
-    def last_layer_parameters(self) -> list[Tensor]:
-        """The level of the noise."""
-        return [self.tensors["raw_noise"]]
+    def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases, and the level of the noise."""
+        network = [t for name, t in self.tensors.items() if name != "raw_noise"]
+        return network, [self.tensors["raw_noise"]]
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance of y, `(E, N)` each."""
@@ -131,7 +126,7 @@ class MLPRegressor:
         target = torch.from_numpy((y - self.scale[2]) / self.scale[3]).float().unsqueeze(-1)
         self.rows = Rows(self._inputs(x), target, torch.ones(len(x)))
         epochs = self.epochs or default_epochs(len(x))
-        self.plan = TrainingPlan(epochs, default_batch_size(len(x)), seed=self.seed)
+        self.plan = ensemble_plan(epochs, default_batch_size(len(x)), seed=self.seed)
         self.network = StackedMLP(x.shape[1], self.size, self.heteroscedastic, self.seed)
         train(self.network, self.rows, self.plan)
 

@@ -33,8 +33,7 @@ from pyro_dak.diagnostics.scores import (
     expected_calibration_error,
 )
 from pyro_dak.prediction.predict import ClassPrediction
-from pyro_dak.training.checkpoint import read_directory
-from pyro_dak.training.plan import Checkpoints
+from pyro_dak.training.checkpoint import Checkpoints, read_directory
 
 __all__ = [
     "HEADLINE",

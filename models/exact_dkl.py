@@ -1,9 +1,7 @@
 """Exact DKL: an exact Gaussian process on the features of the backbone, trained with it."""
 
 from models.shared.backbones import backbone
-from models.shared.baseline import only_one_output
 from models.shared.exact import ExactRegressor
-from models.shared.gpytorch import gpytorch_likelihood
 from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
@@ -17,8 +15,6 @@ def build(
     relu_output: bool = False,
 ) -> ExactRegressor:
     """An exact GP whose network and kernel are trained by marginal likelihood, at a cost O(N^3)."""
-    only_one_output(num_outputs)
     with seeded(recipe.seed):
         network = backbone(input_dim, feature_dim, relu_output=relu_output)
-    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    return ExactRegressor(input_dim, network, likelihood, recipe)
+    return ExactRegressor(input_dim, num_outputs, network, recipe, noise_scale, learn_noise)

@@ -2,9 +2,7 @@
 
 from torch import nn
 
-from models.shared.baseline import only_one_output
 from models.shared.exact import ExactRegressor
-from models.shared.gpytorch import gpytorch_likelihood
 from models.shared.recipe import DEFAULT_RECIPE, Recipe
 
 
@@ -23,9 +21,8 @@ def build(
     With `learn_kernel=False` the mean is zero and the kernel is the unit-variance SE kernel of the
     given lengthscale, for data whose kernel is known.
     """
-    only_one_output(num_outputs)
-    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    regressor = ExactRegressor(input_dim, nn.Identity(), likelihood, recipe)
+    identity = nn.Identity()
+    regressor = ExactRegressor(input_dim, num_outputs, identity, recipe, noise_scale, learn_noise)
     kernel = regressor.gp.covar_module
     if lengthscale is not None:
         kernel.base_kernel.lengthscale = lengthscale

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction.predict import ClassPrediction, Prediction
 from pyro_dak.training.data import ResidentData
+from pyro_dak.training.loop import frozen
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_finite, check_floating, check_last_dim
 
-__all__ = ["Baseline", "TableBaseline", "check_rows", "only_one_output"]
+__all__ = ["Baseline", "NetworkBaseline", "TableBaseline", "check_rows", "only_one_output"]
 
 
 class Baseline(ABC):
@@ -131,8 +133,44 @@ def only_one_output(num_outputs: int) -> None:
         )
 
 
-class TableBaseline(Baseline):
-    """A regressor from a network and a last layer. Subclasses give the loss and the moments of f.
+class NetworkBaseline(Baseline):
+    """A model that is no DAK: a network, a last layer and a loss, trained in the loop of `fit`.
+
+    Args:
+        network: where weight decay acts.
+        last_layer: everything else that is trained.
+        recipe: the settings.
+    """
+
+    def __init__(self, network: nn.Module, last_layer: nn.Module, recipe: Recipe):
+        super().__init__(recipe)
+        self.network, self.last_layer = network, last_layer
+
+    @abstractmethod
+    def training_loss(self) -> TrainingLoss:
+        """The loss in the form that the training loop asks for."""
+
+    @abstractmethod
+    def batches(self, x: Tensor, y: Tensor) -> ResidentData:
+        """The batches that it is trained on."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.network, self.last_layer
+
+    def train(
+        self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None
+    ) -> History:
+        recipe = self.recipe
+        loss = self.training_loss().to(recipe.device)
+        with frozen(self.features, recipe.fixed_features):
+            with seeded(recipe.seed, recipe.device):
+                self.prepare(x, y)
+            return train(loss, self.batches(x, y), recipe, callbacks, checkpoint_dir)
+
+
+class TableBaseline(NetworkBaseline):
+    """A regressor. Subclasses give the loss and the moments of f; the noise is in the last layer.
 
     Args:
         input_dim: D.
@@ -144,17 +182,9 @@ class TableBaseline(Baseline):
 
     chunk_size = 1024
 
-    def __init__(
-        self,
-        input_dim: int,
-        num_outputs: int,
-        network: nn.Module,
-        last_layer: nn.Module,
-        recipe: Recipe,
-    ):
-        super().__init__(recipe)
+    def __init__(self, input_dim: int, num_outputs: int, *parts: Any):
+        super().__init__(*parts)
         self.input_dim, self.num_outputs = input_dim, num_outputs
-        self.network, self.last_layer = network, last_layer
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
@@ -169,17 +199,9 @@ class TableBaseline(Baseline):
     def noise_scale(self) -> Tensor:
         """The standard deviation of the noise."""
 
-    def batch_size(self, num_rows: int) -> int:
-        """Rows per step when there are `num_rows` in all."""
-        return self.recipe.batch_size
-
     @property
     def features(self) -> nn.Module:
         return self.network
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.network, self.last_layer
 
     def check(self, x: Tensor, y: Tensor) -> None:
         check_rows(x, y, self.input_dim, self.num_outputs, self.recipe)
@@ -190,17 +212,10 @@ class TableBaseline(Baseline):
             unknown = torch.full_like(loss, torch.nan)
             return Terms(loss, unknown, unknown)
 
-        return TrainingLoss(self.network, self.last_layer, terms)
+        return TrainingLoss(self.network, self.last_layer, terms, type(self).__name__)
 
-    def train(
-        self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None
-    ) -> History:
-        recipe = self.recipe
-        loss = self.training_loss().to(recipe.device)
-        with seeded(recipe.seed, recipe.device):
-            self.prepare(x, y)
-        data = ResidentData(x, y, self.batch_size(len(x)))
-        return train(loss, data, recipe, type(self).__name__, callbacks, checkpoint_dir)
+    def batches(self, x: Tensor, y: Tensor) -> ResidentData:
+        return ResidentData(x, y, self.recipe.batch_size)
 
     def predict(self, x: Tensor) -> Prediction:
         """Mean, epistemic and aleatoric variance of y, `(N, C)` each."""

@@ -28,7 +28,7 @@ from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.scaling import Standardize
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction.predict import ClassPrediction, Prediction
-from pyro_dak.training.loss import Loss
+from pyro_dak.training.loop import DAKLoss
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_positive
 
@@ -66,8 +66,8 @@ class DAKBaseline(Baseline):
     def modules(self) -> tuple[nn.Module, ...]:
         return self.model, self.guide
 
-    def training_loss(self) -> Loss:
-        return Loss(self.model, self.guide, self.objective, from_features=False)
+    def training_loss(self, compile: bool = False) -> DAKLoss:
+        return DAKLoss(self.model, self.guide, self.objective, compile=compile)
 
     def train(
         self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None

@@ -7,9 +7,11 @@ import gpytorch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.baseline import TableBaseline
+from models.shared.baseline import TableBaseline, only_one_output
+from models.shared.gpytorch import gpytorch_likelihood
 from models.shared.recipe import Recipe
 from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.training.data import ResidentData
 
 __all__ = ["DeepExactGP", "ExactRegressor"]
 
@@ -36,24 +38,36 @@ class DeepExactGP(gpytorch.models.ExactGP):
 
 
 class ExactRegressor(TableBaseline):
-    """Trained by the marginal likelihood of all rows: one step per epoch."""
+    """Trained by the marginal likelihood of all rows: one step per epoch.
+
+    Args:
+        input_dim: D.
+        num_outputs: must be 1.
+        network: from inputs to what the kernel sees.
+        recipe: the settings.
+        noise_scale: standard deviation of the noise, or its start.
+        learn_noise: whether it is trained.
+    """
 
     def __init__(
         self,
         input_dim: int,
+        num_outputs: int,
         network: nn.Module,
-        likelihood: gpytorch.likelihoods.GaussianLikelihood,
         recipe: Recipe,
+        noise_scale: float,
+        learn_noise: bool,
     ):
-        self.gp = DeepExactGP(network, likelihood)
+        only_one_output(num_outputs)
+        self.gp = DeepExactGP(network, gpytorch_likelihood(noise_scale, learn_noise))
         super().__init__(input_dim, 1, network, self.gp, recipe)
 
     def prepare(self, x: Tensor, y: Tensor) -> None:
         self.gp.set_train_data(x, y[:, 0], strict=False)
         self.evidence = gpytorch.mlls.ExactMarginalLogLikelihood(self.gp.likelihood, self.gp)
 
-    def batch_size(self, num_rows: int) -> int:
-        return num_rows
+    def batches(self, x: Tensor, y: Tensor) -> ResidentData:
+        return ResidentData(x, y, len(x))
 
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
         """Minus the log marginal likelihood, per row; the batch holds all rows, in some order."""

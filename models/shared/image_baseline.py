@@ -1,23 +1,19 @@
 """Image classifiers from features, an embedding and a last layer, behind the one interface."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from models.shared.augmentation import AugmentedData
-from models.shared.baseline import Baseline
-from models.shared.recipe import Recipe, seeded
-from models.shared.training import Callback, Terms, TrainingLoss, train
+from models.shared.baseline import NetworkBaseline
+from models.shared.recipe import Recipe
+from models.shared.training import Terms, TrainingLoss
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction.predict import ClassPrediction
 from pyro_dak.training.data import ResidentData
-from pyro_dak.training.loss import frozen
-from pyro_dak.training.plan import History
 from pyro_dak.validation import check_finite, check_floating
 
 __all__ = ["ImageBaseline", "check_images"]
@@ -40,7 +36,7 @@ def check_images(x: Tensor, y: Tensor, num_classes: int) -> None:
         )
 
 
-class ImageBaseline(Baseline):
+class ImageBaseline(NetworkBaseline):
     """A classifier from a feature extractor and a last layer. Subclasses give the layer.
 
     Args:
@@ -61,9 +57,8 @@ class ImageBaseline(Baseline):
         num_classes: int,
         recipe: Recipe,
     ):
-        super().__init__(recipe)
-        self.network = nn.ModuleList([features, embedding])
-        self.last_layer, self.num_classes = last_layer, num_classes
+        super().__init__(nn.ModuleList([features, embedding]), last_layer, recipe)
+        self.num_classes = num_classes
 
     @abstractmethod
     def terms(self, h: Tensor, y: Tensor, num_data: int) -> Terms:
@@ -92,10 +87,6 @@ class ImageBaseline(Baseline):
         """What stands between the features and the last layer."""
         return self.network[1]
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.network, self.last_layer
-
     def check(self, x: Tensor, y: Tensor) -> None:
         check_images(x, y, self.num_classes)
 
@@ -108,20 +99,9 @@ class ImageBaseline(Baseline):
                 return self.terms(_at_least_single(h), y, num_data)
 
         fixed = self.features if is_fixed else None
-        return TrainingLoss(self.network, self.last_layer, terms, fixed)
+        return TrainingLoss(self.network, self.last_layer, terms, type(self).__name__, fixed)
 
-    def train(
-        self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None
-    ) -> History:
-        recipe = self.recipe
-        loss = self.training_loss().to(recipe.device)
-        with frozen(self.features, recipe.fixed_features):
-            with seeded(recipe.seed, recipe.device):
-                self.prepare(x, y)
-            data = self._data(x, y)
-            return train(loss, data, recipe, type(self).__name__, callbacks, checkpoint_dir)
-
-    def _data(self, x: Tensor, y: Tensor) -> ResidentData:
+    def batches(self, x: Tensor, y: Tensor) -> ResidentData:
         recipe = self.recipe
         if recipe.fixed_features:
             with evaluating(self.features):

@@ -6,8 +6,9 @@ import torch
 
 from experiments import estimators
 from experiments.runs import read_runs
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from pyro_dak.tables.ensemble import ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
+from pyro_dak.tables.rows import Rows
 from tests.experiments.command import invoke
 
 
@@ -74,7 +75,7 @@ def test_mean_variance_networks_learn_mean_and_noise():
     x = torch.randn(400, 1)
     y = x + (0.1 + 0.9 * (x > 0)) * torch.randn(400, 1)
     network = estimators.StackedMLP(1, 2, heteroscedastic=True, seed=0)
-    train(network, Rows(x, y, torch.ones(400)), TrainingPlan(40, 100))
+    train(network, Rows(x, y, torch.ones(400)), ensemble_plan(40, 100))
     with torch.no_grad():
         _, log_var = network.moments(torch.tensor([[-1.0], [1.0]]))
     assert (log_var[:, 1] - log_var[:, 0] > 1).all()

@@ -202,7 +202,7 @@ def test_the_loop_is_that_of_fit(decay_last_layer, clip_norm):
 
     network = nn.ModuleList([model.feature_extractor, model.embedding])
     loss = TrainingLoss(network, nn.ModuleList([model, guide]), terms)
-    history = train(loss, ResidentData(x, y, recipe.batch_size), recipe, "bound")
+    history = train(loss, ResidentData(x, y, recipe.batch_size), recipe)
     assert_close(history.column("loss"), reference.history.column("loss"))
     assert_close(dict(model.named_parameters()), dict(reference.model.named_parameters()))
     assert_close(dict(guide.named_parameters()), dict(reference.guide.named_parameters()))
@@ -212,7 +212,7 @@ def test_the_loop_stops_at_a_loss_that_is_not_finite():
     model = nn.Linear(3, 1)
     loss = TrainingLoss(model, nn.Identity(), lambda x, y, n: Terms(*[model(x).mean() / 0] * 3))
     with pytest.raises(TrainingError, match=r"The loss is .* in epoch 1, step 1"):
-        train(loss, ResidentData(*data(), 32), RECIPE, "bound")
+        train(loss, ResidentData(*data(), 32), RECIPE)
 
 
 def test_nn_loss_is_the_mean_negative_log_likelihood():
