@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -34,9 +34,9 @@ def run_toy(directory: Path, quick: bool) -> list[list[str]]:
     jobs = [toy.make_job(name, _TOY_SEED, recipe) for name in _TOY_MODELS]
     run_fn = partial(toy.run, figure_seed=_TOY_SEED)
     rows = []
-    for line in _run(jobs, run_fn, directory, toy.label):
+    for line in _run(jobs, run_fn, directory, toy.HEADLINE, toy.label):
         s = line["metrics"]
-        third = f"coverage inside {s['coverage_inside']:.2f}, outside {s['coverage_outside']:.2f}"
+        third = f"{s['coverage_inside']:.2f} inside, {s['coverage_outside']:.2f} outside"
         error = f"RMSE {s['rmse_inside']:.3f}"
         rows.append(["toy", line["config"]["model"], error, f"{s['nlpd_inside']:.2f}", third])
     return rows
@@ -58,9 +58,10 @@ def run_digits(directory: Path, quick: bool) -> list[list[str]]:
     ]
     images.remove_checkpoints(jobs, directory)
     rows = []
-    for line in _run(jobs, partial(images.run, directory=directory), directory, images.label):
+    run_fn = partial(images.run, directory=directory)
+    for line in _run(jobs, run_fn, directory, images.HEADLINE, images.label):
         s = line["metrics"]
-        third = f"ECE {s['ece']:.3f}, unlike images: AUROC {s['ood_entropy']:.2f}"
+        third = f"ECE {s['ece']:.3f}, AUROC {s['ood_entropy']:.2f}"
         error = f"{100 * (1 - s['accuracy']):.1f} % wrong"
         rows.append(["digits", line["config"]["model"], error, f"{s['nll']:.3f}", third])
     return rows
@@ -71,21 +72,26 @@ def run_diabetes(directory: Path, quick: bool) -> list[list[str]]:
     max_rows = 60 if quick else None
     names, splits = ("dak", "dak5", "nn"), range(1 if quick else 2)
     jobs = [estimators.make_job("diabetes", n, split, max_rows) for n in names for split in splits]
-    lines = _run(jobs, estimators.run, directory, None)
+    lines = _run(jobs, estimators.run, directory, estimators.HEADLINE, None)
     rows = []
     for name in names:
         scores = [scores_by_model(line)[name] for line in lines if line["config"]["model"] == name]
         mean = {key: statistics.fmean(row[key] for row in scores) for key in scores[0]}
-        error, third = f"RMSE {mean['rmse']:.1f}", f"coverage {mean['coverage_95']:.2f}"
+        error, third = f"RMSE {mean['rmse']:.1f}", f"{mean['coverage_95']:.2f}"
         rows.append(["diabetes", name, error, f"{mean['nlpd']:.2f}", third])
     return rows
 
 
 def _run(
-    jobs: list[Job], run_fn: RunFn, directory: Path, label_fn: Callable[[Job], str] | None
+    jobs: list[Job],
+    run_fn: RunFn,
+    directory: Path,
+    headline: dict[str, str],
+    label_fn: Callable[[Job], str] | None,
 ) -> list[Line]:
     """Make all runs, whether they are recorded or not, and write their table and figures."""
-    lines = run_all(jobs, run_fn, directory, {}, resume=False, label_fn=label_fn)
+    options: dict[str, Any] = {"resume": False, "label_fn": label_fn, "has_table": False}
+    lines = run_all(jobs, run_fn, directory, headline, **options)
     write_report(directory)
     return lines
 
@@ -102,8 +108,9 @@ def main(
     rows += run_diabetes(out / "diabetes", quick)
     page = out / "report.html"
     write_page(out, page)
-    screen.show_table("Scores on test data", ["data", "model", "error", "NLPD", "more"], rows)
-    screen.say("Coverage is that of 95 % intervals; in the toy, of the function itself.")
+    screen.show_table("Scores on test data", ["data", "model", "error", "NLPD", "coverage"], rows)
+    screen.say("Coverage is that of 95 % intervals; in the toy it is that of the function itself.")
+    screen.say("Digits have ECE instead, and AUROC for telling unlike images apart.")
     for path in sorted(out.glob("*/figures/*.png")):
         screen.say(f"figure  {path}")
     screen.say(f"report  {page}")

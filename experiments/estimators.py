@@ -178,7 +178,7 @@ def score(prediction: StudentPrediction, y: np.ndarray) -> dict[str, float]:
 
 
 def build(name: str, seed: int, epochs: int | None) -> Any:
-    """The model called so."""
+    """The model with this name."""
     makers: dict[str, Callable[[], Any]] = {
         "dak": lambda: DAKRegressor(random_state=seed, epochs=epochs, progress=False),
         "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),

@@ -268,6 +268,7 @@ def run_all(
     resume: bool = True,
     num_workers: int = 1,
     label_fn: Callable[[Job], str] | None = None,
+    has_table: bool = True,
 ) -> list[Line]:
     """Make the runs that are not recorded yet, record each as it comes, and return all lines.
 
@@ -281,6 +282,7 @@ def run_all(
         resume: whether runs that are recorded are kept as they are.
         num_workers: processes that run at the same time.
         label_fn: what to call a job on the screen.
+        has_table: whether the table at the end is printed.
     """
     recorder = Recorder(directory)
     label_fn = label_fn or (lambda job: f"{job.dataset} {job.model}, seed {job.seed}")
@@ -294,7 +296,7 @@ def run_all(
         line = found[job.key] = recorder.record(job, content)
         screen.say(", ".join([label_fn(job), *_summary(line, headline), f"{seconds:.0f} s"]))
     lines = [line for line in found.values() if line is not None]
-    if headline:
+    if headline and has_table:
         show_means(lines, headline)
     return lines
 

@@ -55,8 +55,8 @@ class ExactRegressor(TableBaseline):
         num_outputs: int,
         network: nn.Module,
         recipe: Recipe,
-        noise_scale: float,
-        learn_noise: bool,
+        noise_scale: float = 0.5,
+        learn_noise: bool = True,
     ):
         only_one_output(num_outputs)
         self.gp = DeepExactGP(network, gpytorch_likelihood(noise_scale, learn_noise))
