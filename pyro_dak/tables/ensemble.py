@@ -88,12 +88,7 @@ class Stack(Learner):
 
 def ensemble_plan(epochs: int, batch_size: int, **options: Any) -> Plan:
     """The plan of the estimators for tables, which score held-out rows 20 times in a run."""
-    defaults: dict[str, Any] = {
-        "learning_rate": 2e-2,
-        "optimizer": "adamw",
-        "patience": 8,
-        "num_scorings": 20,
-    }
+    defaults = dict[str, Any](learning_rate=2e-2, optimizer="adamw", patience=8, num_scorings=20)
     return Plan(epochs, batch_size, **(defaults | options))
 
 
@@ -155,24 +150,16 @@ class Ensemble(Stack):
         self.model, self.guide = members[0]
         self._check()
         states = [module_tensors(model, guide) for model, guide in members]
-        if any({n: t.shape for n, t in s.items()} != _shapes(states[0]) for s in states):
+        shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
+        if any(other != shapes[0] for other in shapes):
             raise ValueError("`members` must all have the same architecture.")
-        learned = {f"model.{name}" for name, _ in self.model.named_parameters()}
-        learned |= {f"guide.{name}" for name, _ in self.guide.named_parameters()}
+        both = nn.ModuleDict({"model": self.model, "guide": self.guide})
+        learned = {name for name, _ in both.named_parameters()}
         self.tensors = {
             name: torch.stack([state[name] for state in states]).requires_grad_(name in learned)
             for name in states[0]
         }
         self.layers = _linear_layers(self.model.feature_extractor)
-        # With a noise that is given and not learned, any tensor can take its place.
-        description = describe_likelihood(self.model.likelihood)
-        is_noisy = "learn" in description
-        self._likelihood_description = description | ({"learn": False} if is_noisy else {})
-
-    @property
-    def likelihood(self) -> Likelihood:
-        """The architecture's likelihood; the levels of the noise are in `tensors`."""
-        return self.model.likelihood
 
     def to(
         self, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -274,25 +261,22 @@ class Ensemble(Stack):
 
     def kl(self) -> Tensor:
         """KL of every member's weights from the standard normal, `(E,)`."""
-        sites = [[f"guide.{site}_{part}" for part in ("loc", "log_scale")] for site in
-                 self.guide.weight_sites]  # fmt: skip
-        parts = [kl_elements(*(self.tensors[name] for name in names)) for names in sites]
-        return torch.stack([part.flatten(1).sum(-1) for part in parts]).sum(0)
+        pairs = [
+            (self.tensors[f"guide.{site}_loc"], self.tensors[f"guide.{site}_log_scale"])
+            for site in self.guide.weight_sites
+        ]
+        return torch.stack([kl_elements(*pair).flatten(1).sum(-1) for pair in pairs]).sum(0)
 
     def stacked_likelihood(self) -> Likelihood:
         """The likelihood with the noise of all members, for moments `(E, N, F)`, built anew."""
         log_scale = self.tensors.get("model.likelihood.noise.log_scale")
         if log_scale is None:
             return self.model.likelihood
-        likelihood: Any = build_likelihood(self._likelihood_description)
+        # A noise that is given and not learned is a buffer, whose place any tensor can take.
+        description = describe_likelihood(self.model.likelihood) | {"learn": False}
+        likelihood: Any = build_likelihood(description)
         likelihood.noise.log_scale = log_scale.reshape(len(self), 1, -1)
         return likelihood
-
-    def dead_units(self) -> int:
-        """Number of units, over all members, whose inputs did not vary in training."""
-        spread = self.tensors["model.scaling.second"].sqrt()  # (E, P)
-        least = 1e-6 * spread.amax(-1, keepdim=True).clamp(min=1e-6)
-        return int((spread <= least).sum())
 
     def _check(self) -> None:
         model = self.model
@@ -309,10 +293,6 @@ class Ensemble(Stack):
                 "An ensemble in one pass needs an embedding, standardised units, a Laplace kernel, "
                 "standard normal priors and a MeanFieldGuide. Train other members one by one."
             )
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _linear_layers(network: nn.Module) -> list[tuple[str, bool]]:

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
+from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_finite, check_floating, check_integer
 
 __all__ = [
     "Data",
     "LoaderData",
     "ResidentData",
-    "all_rows",
     "check_data",
     "extract_features",
     "hold_out",
@@ -183,30 +183,29 @@ class LoaderData:
 Data = ResidentData | LoaderData
 
 
-def training_data(
-    model: DAK,
-    data: Any,
-    batch_size: int,
-    num_data: int | None,
-    device: torch.device,
-    rank: int,
-    world_size: int,
-) -> Data:
-    """`ResidentData` for a pair of tensors, `LoaderData` for anything else that can be iterated."""
+def training_data(model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any) -> Data:
+    """`ResidentData` for a pair of tensors, `LoaderData` for anything else that can be iterated.
+
+    Fixed features are computed here, and are resident.
+    """
+    device, share = fabric.device, (fabric.global_rank, fabric.world_size)
+    if plan.fixed_features:
+        features, y = extract_features(model.feature_extractor, _all_rows(model, data), device)
+        return ResidentData(features, y, plan.batch_size, *share)
     if is_pair(data):
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
         x, y = check_data(model, *data)
-        return ResidentData(x.to(device), y.to(device), batch_size, rank, world_size)
+        return ResidentData(x.to(device), y.to(device), plan.batch_size, *share)
     if not isinstance(data, Iterable):
         raise TypeError(
             f"`data` must be a pair (x, y) of tensors or an iterable of such pairs; "
             f"got {type(data).__name__}."
         )
-    return LoaderData(data, num_data, model, device, rank, world_size)
+    return LoaderData(data, num_data, model, device, *share)
 
 
-def all_rows(model: DAK, data: Any, chunk_size: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
+def _all_rows(model: DAK, data: Any, chunk_size: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
     """Every row once, checked, in batches."""
     if is_pair(data):
         x, y = check_data(model, *data)
@@ -229,17 +228,11 @@ def extract_features(
 
 
 def hold_out(
-    model: DAK, data: Any, validation: Any, seed: int, device: torch.device, world_size: int
+    model: DAK, data: Any, validation: Any, seed: int, fabric: Any
 ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     """Training data, and held-out rows that are checked and on the device, or None without any.
 
-    Args:
-        model: the model.
-        data: the data that `fit` was given.
-        validation: a pair (x, y), a share of the rows of `data` to hold out, or None.
-        seed: seed of the choice of these rows.
-        device: the device.
-        world_size: the number of processes, each of which needs a held-out row.
+    `validation` is a pair (x, y), a share of the rows of `data`, which `seed` chooses, or None.
     """
     if validation is None:
         return data, None
@@ -261,6 +254,6 @@ def hold_out(
             f"got {type(validation).__name__}."
         )
     x, y = check_data(model, validation[0], validation[1], "validation")
-    if len(x) < world_size:
-        raise ValueError(f"`validation` needs a row for each of {world_size} processes.")
-    return data, (x.to(device), y.to(device))
+    if len(x) < fabric.world_size:
+        raise ValueError(f"`validation` needs a row for each of {fabric.world_size} processes.")
+    return data, (x.to(fabric.device), y.to(fabric.device))

@@ -16,15 +16,7 @@ from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalRepar
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import local_parameters
 from pyro_dak.training.checkpoint import Checkpoints, read_directory
-from pyro_dak.training.data import (
-    Data,
-    ResidentData,
-    all_rows,
-    extract_features,
-    hold_out,
-    is_pair,
-    training_data,
-)
+from pyro_dak.training.data import hold_out, is_pair, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.loop import DAKLoss, Run, frozen, seeded
 from pyro_dak.training.optimizers import Schedule
@@ -163,10 +155,8 @@ def fit(
     ):
         model.to(fabric.device)
         guide.to(fabric.device)
-        data, held_out = hold_out(
-            model, data, validation, plan.seed, fabric.device, fabric.world_size
-        )
-        batches = _batches(fabric, model, data, plan, num_data)
+        data, held_out = hold_out(model, data, validation, plan.seed, fabric)
+        batches = training_data(model, data, plan, num_data, fabric)
         first = data[0] if is_pair(data) else next(iter(data))[0]
         batches.batches_per_epoch = batches.batches_per_epoch or -(-batches.num_rows // len(first))
         model.input_shape = model.input_shape or tuple(first.shape[1:])
@@ -237,13 +227,3 @@ def _seed(seed: int | None, resume_from: str | Path | None) -> int:
         if state is not None:
             return int(state["settings"]["seed"])
     return int(torch.randint(2**31, ()))
-
-
-def _batches(fabric: Any, model: DAK, data: Any, plan: Plan, num_data: int | None) -> Data:
-    rank, world_size = fabric.global_rank, fabric.world_size
-    if not plan.fixed_features:
-        return training_data(
-            model, data, plan.batch_size, num_data, fabric.device, rank, world_size
-        )
-    features = extract_features(model.feature_extractor, all_rows(model, data), fabric.device)
-    return ResidentData(*features, plan.batch_size, rank, world_size)

@@ -42,25 +42,12 @@ class History:
 class Plan:
     """How to train. `fit`, the estimators for tables and the baselines all build one.
 
+    The fields that `fit` has as arguments mean what they mean there.
+
     Args:
-        epochs: passes over the data; the schedule spans all of them.
-        batch_size: rows per step, over all processes.
-        learning_rate: rate of the network at the peak of the schedule.
-        last_layer_learning_rate: rate of the last layer; by default that of the network.
-        optimizer: "adam", "adamw", "sgd" or "adadelta".
-        last_layer_optimizer: optimiser of the last layer; by default that of the network.
-        schedule: "one_cycle", "cosine", "constant", "step", or a function of
-            (step, total steps, steps per epoch).
-        weight_decay: weight decay of the network.
-        decay_last_layer: whether weight decay acts on the last layer too.
-        clip_norm: bound of the norm of the gradient of the loss per datum, or None.
-        patience: number of scorings in a row without an improvement after which training stops. At
-            the end the best weights come back. None trains to the end and keeps the last weights.
-        fixed_features: whether the network stays as it is and its features are computed once.
-        seed: seed of the batches and the draws.
         stop_after: number of epochs of the schedule after which training stops; by default all.
         num_scorings: how often held-out rows are scored in a run, at most once per epoch; by
-            default after every epoch.
+            default after every epoch. `patience` counts scorings.
     """
 
     epochs: int = 100

@@ -103,6 +103,18 @@ def test_one_gradient_is_clipped_by_one_norm():
     assert_close(line.offset.grad, torch.tensor(4.0))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_scaled_loss_makes_the_same_steps(optimizer):
+    """As in half precision, whose gradients are scaled up, with one optimiser or two."""
+    plain = line_run(3, optimizer="sgd", last_layer_optimizer=optimizer, clip_norm=0.5)
+    scaled = line_run(3, optimizer="sgd", last_layer_optimizer=optimizer, clip_norm=0.5)
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaled.fabric.backward = lambda loss: scaled.scaler.scale(loss).backward()
+    assert_close(plain.run().column("loss"), scaled.run().column("loss"))
+    for name, tensor in plain.learner.state_dict().items():
+        assert_close(scaled.learner.state_dict()[name], tensor)
+
+
 def test_a_frozen_module_has_gradients_again_after():
     line = Line()
     with frozen(line, True):
@@ -238,21 +250,18 @@ def test_a_step_is_compiled_once():
 
 
 MANY_MODELS = """
-import torch
+import functools, torch
 from torch import nn
 from pyro_dak import DAK, ClosedFormELBO, MeanFieldGuide
-from pyro_dak.fast.compiling import Compiled
 from pyro_dak.training.loop import DAKLoss
 
-def loss(units):
-    model = DAK(nn.Identity(), 3, num_units=units)
-    return DAKLoss(model, MeanFieldGuide(model), ClosedFormELBO())
-
-losses = [loss(units) for units in range(1, 11)]
-compiled = [Compiled(one.forward, backend="aot_eager") for one in losses]
-for _ in range(2):
-    for one in compiled:
-        one(torch.randn(50, 3), torch.randn(50, 1), 1.0, 50)[0].backward()
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+losses = []
+for num_units in range(1, 11):
+    model = DAK(nn.Identity(), 3, num_units=num_units)
+    losses.append(DAKLoss(model, MeanFieldGuide(model), ClosedFormELBO(), compile=True).train())
+for loss in [*losses, *losses]:
+    loss(torch.randn(50, 3), torch.randn(50, 1), 1.0, 50)[0].backward()
 assert dict(torch._dynamo.utils.counters["frames"]) == {"total": 10, "ok": 10}
 """
 
