@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +45,8 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         is_numeric = all(_is_number(row[number]) for row in rows)
-        table.add_column(column, justify="right" if is_numeric else "left")
+        justify: Literal["left", "right"] = "right" if is_numeric else "left"
+        table.add_column(column, justify=justify, no_wrap=number == 0)
     for row in rows:
         table.add_row(*row)
     _CONSOLE.print(table, soft_wrap=False)
