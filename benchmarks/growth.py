@@ -1,14 +1,15 @@
-"""Case d: memory of a step, and how time and memory grow with N, B, M, P and C.
+"""Memory of a training step, and how time and memory grow with N, B, M, P and C.
 
-Growth is the slope of a straight line through the logarithms. Steps: median time, and the memory
-that the graph holds for the backward pass. N: an epoch of `fit` in a process of its own, and the
-peak memory of that process above what it had after a single batch.
+Growth is the slope of a straight line through the logarithms. A step is measured by its median time
+and by the memory that its graph holds for the backward pass. Growth with N is that of an epoch of
+`fit` in a process of its own, and of the peak memory of that process above what it had after a
+single batch.
 """
 
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from torch import Tensor
 
 import models
 import pyro_dak
-from benchmarks.steps import NUM_DATA, Row, dak_step
+from benchmarks.steps import NUM_DATA, Row, loss_fn, training_step
 from benchmarks.timing import saved_megabytes, time_side_by_side
-from models._dak import DAKRegressor
-from pyro_dak.training.loss import Loss
+from models.shared.dak import DAKBaseline
+
+__all__ = ["run", "slope"]
 
 NUM_COLUMNS = 64
 BATCH_SIZE = 512
@@ -33,7 +35,7 @@ def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     ).slope
 
 
-def _model(level: int = 6, num_units: int = 16, num_outputs: int = 1) -> DAKRegressor:
+def _model(level: int = 6, num_units: int = 16, num_outputs: int = 1) -> DAKBaseline:
     return models.build("dak_cf", 8, num_outputs, level=level, num_units=num_units)
 
 
@@ -42,33 +44,23 @@ def _batch(batch_size: int, num_outputs: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(batch_size, 8), torch.randn(batch_size, num_outputs)
 
 
-def _loss_fn(model: DAKRegressor, x: Tensor, y: Tensor) -> Callable[[], object]:
-    loss = Loss(model.model, model.guide, model.objective, from_features=False).train()
-    return lambda: loss(x, y, NUM_DATA / len(x), NUM_DATA)
-
-
 def _memory_of_steps(batch_size: int) -> list[Row]:
     """What the graph of each model holds for its backward pass."""
     x, y = _batch(batch_size)
     table: list[Row] = []
     megabytes: dict[str, float] = {}
     for name in ("nn", "dak_cf", "dak_mc", "nn_svgp", "svdkl", "avdkl"):
-        model = models.build(name, 8)
-        if isinstance(model, DAKRegressor):
-            fn = _loss_fn(model, x, y)
-        else:
-            model.prepare(x, y)
-            fn = partial(model.loss, x, y, NUM_DATA)
+        fn = loss_fn(models.build(name, 8), x, y)
         fn()
         megabytes[name] = saved_megabytes(fn)
     for name, value in megabytes.items():
-        row = {"case": "d", "setting": f"memory of a step, B={batch_size}", "name": name}
+        row = {"setting": f"memory of a step, B={batch_size}", "name": name}
         table.append(row | {"megabytes": value, "base": "nn", "ratio": value / megabytes["nn"]})
     return table
 
 
 def _growth_of_steps(repetitions: int, quick: bool) -> list[Row]:
-    axes: dict[str, dict[int, tuple[DAKRegressor, Tensor, Tensor]]] = {
+    axes: dict[str, dict[int, tuple[DAKBaseline, Tensor, Tensor]]] = {
         "B": {n: (_model(), *_batch(n)) for n in ((8, 16) if quick else (512, 1024, 2048, 4096))},
         "M": {
             2**level - 1: (_model(level=level), *_batch(BATCH_SIZE))
@@ -86,12 +78,12 @@ def _growth_of_steps(repetitions: int, quick: bool) -> list[Row]:
     table = []
     for axis, cases in axes.items():
         steps = {
-            str(size): partial(dak_step(model, NUM_DATA), x, y)
+            str(size): partial(training_step(model, NUM_DATA), x, y)
             for size, (model, x, y) in cases.items()
         }
         timings = time_side_by_side(steps, repetitions)
         times = [timing.milliseconds for timing in timings.values()]
-        megabytes = [saved_megabytes(_loss_fn(*case)) for case in cases.values()]
+        megabytes = [saved_megabytes(loss_fn(*case)) for case in cases.values()]
         table.append(_growth_row(axis, list(cases), times, megabytes))
     return table
 
@@ -100,7 +92,6 @@ def _growth_row(
     axis: str, sizes: Sequence[int], times: Sequence[float], megabytes: Sequence[float]
 ) -> Row:
     return {
-        "case": "d",
         "setting": f"growth with {axis}",
         "name": "dak_cf",
         "sizes": list(sizes),
@@ -121,7 +112,7 @@ def _megabytes(name: str) -> float:
 
 
 def _fit(num_rows: int) -> float:
-    """Make so many rows, train for an epoch; its milliseconds."""
+    """Milliseconds of an epoch of training on so many random rows."""
     x, y = torch.randn(num_rows, NUM_COLUMNS), torch.randn(num_rows, 1)
     model = models.build("dak_cf", NUM_COLUMNS, level=5)
     history = pyro_dak.fit(
@@ -138,7 +129,7 @@ def _fit(num_rows: int) -> float:
 
 
 def fit_rows(num_rows: int, num_threads: int) -> tuple[float, float]:
-    """Milliseconds of an epoch over so many rows, and by how many MB memory grows at its peak.
+    """Milliseconds of an epoch over so many rows, and MB by which memory grows at its peak.
 
     A batch of rows goes first, so that what does not depend on the rows is there already.
     """
@@ -164,8 +155,8 @@ def _growth_with_rows(repetitions: int, quick: bool) -> Row:
     return _growth_row("N", sizes, times, peaks)
 
 
-def case_d(repetitions: int, quick: bool) -> list[Row]:
-    """Memory of the steps as ratios to the plain network; slopes."""
+def run(repetitions: int, quick: bool) -> list[Row]:
+    """Memory of the steps as ratios to the plain network, and the slopes of growth."""
     table = [] if quick else _memory_of_steps(BATCH_SIZE)
     table += _growth_of_steps(repetitions, quick)
     table.append(_growth_with_rows(1 if quick else 3, quick))

@@ -1,73 +1,71 @@
-"""What the last layer adds to a training step of the CNN for MNIST, side by side.
+"""Training steps of classification, side by side.
 
-    python -m benchmarks.images [--quick]
-
-One thread, batches of 128 images, the paper's CNN, S = 8 draws. The models take turns, step by
-step, in one process; the median step of each is divided by that of the NN.
+The CNN for MNIST (P = 16, M = 63, C = 10), and the last layer of CIFAR-100 (P = 128, M = 63,
+C = 100) on given features.
 """
 
-import argparse
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import models.images
+from benchmarks.steps import NUM_DATA, Row, Step, ratio_rows, training_step
 from benchmarks.timing import time_side_by_side
-from models.images._backbones import build_backbone
-from models.images._baseline import BaselineLoss
-from models.images._recipe import Classifier, ImageRecipe
-from pyro_dak.training.loss import Loss
+from models.shared.image_backbones import build_backbone
+from models.shared.recipe import IMAGE_RECIPE
 
-NAMES = ("nn", "dak_mc", "dak_jensen", "svdkl", "nn_svgp")
-NUM_DATA = 60_000
-BATCH_SIZE = 128
+__all__ = ["run"]
+
+RECIPE = replace(IMAGE_RECIPE, num_samples_train=8)
 
 
-def _build(name: str) -> Classifier:
-    features, feature_dim = build_backbone("cnn", (0.1307,), (0.3081,))
-    recipe = ImageRecipe(num_samples_train=8)
-    options = {} if name == "nn" else {"num_units": 16}
-    return models.images.build(name, features, feature_dim, 10, recipe=recipe, **options)
+def classifier_steps(
+    names: Iterable[str],
+    features: Callable[[], tuple[nn.Module, int]],
+    x: Tensor,
+    num_classes: int,
+    num_units: int,
+) -> dict[str, Step]:
+    """Steps by name, each with a feature extractor of its own."""
+    y = torch.randint(num_classes, (len(x),))
+    steps: dict[str, Step] = {}
+    for name in names:
+        extractor, feature_dim = features()
+        options = {} if name == "nn" else {"num_units": num_units}
+        model = models.images.build(
+            name, extractor, feature_dim, num_classes, recipe=RECIPE, **options
+        )
+        model.prepare(x, y)
+        steps[name] = partial(training_step(model, NUM_DATA), x, y)
+    return steps
 
 
-def _step_fn(model: Classifier, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One step of Adadelta, as in training."""
-    loss: torch.nn.Module
-    if hasattr(model, "guide"):
-        loss = Loss(model.model, model.guide, model.objective, from_features=False)
-    else:
-        loss = BaselineLoss(model)
-    loss.train()
-    optimizer = torch.optim.Adadelta(loss.parameters())
-
-    def step_fn() -> None:
-        optimizer.zero_grad()
-        loss(x, y, NUM_DATA / len(x), NUM_DATA)[0].backward()
-        optimizer.step()
-
-    return step_fn
-
-
-def main() -> None:
-    """Print the median step of each model and its ratio to the NN's."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rounds, without NN+SVGP")
-    quick = parser.parse_args().quick
-    warnings.simplefilter("ignore")  # GPyTorch, of jitter
-    torch.set_num_threads(1)
+def run(repetitions: int, quick: bool) -> list[Row]:
+    """Ratios to the plain network."""
     torch.manual_seed(0)
-    x, y = torch.rand(BATCH_SIZE, 1, 28, 28), torch.randint(10, (BATCH_SIZE,))
-    built = {name: _build(name) for name in (NAMES[:-1] if quick else NAMES)}
-    steps = {name: _step_fn(model, x, y) for name, model in built.items()}
-    timings = time_side_by_side(steps, repetitions=3 if quick else 25)
-    print("model      | ms a step (median ± half range) | over NN | parameters added")
-    for name, timing in timings.items():
-        ratio = timing.milliseconds / timings["nn"].milliseconds
-        cell = f"{timing.milliseconds:.1f} ± {timing.spread:.1f}"
-        print(f"{name:10s} | {cell:>31s} | {ratio:7.3f} | {built[name].num_added:16d}")
-
-
-if __name__ == "__main__":
-    main()
+    names = ["nn", "dak_jensen", "dak_mc"]
+    table = []
+    if not quick:
+        steps = classifier_steps(
+            [*names, "svdkl", "nn_svgp"],
+            lambda: build_backbone("cnn", (0.1307,), (0.3081,)),
+            torch.rand(128, 1, 28, 28),
+            num_classes=10,
+            num_units=16,
+        )
+        table += ratio_rows("MNIST, B=128", time_side_by_side(steps, repetitions), "nn")
+    width, num_units, num_classes = (8, 4, 3) if quick else (128, 128, 100)
+    for batch_size in (16,) if quick else (128, 1024):
+        steps = classifier_steps(
+            names,
+            lambda: (nn.Identity(), width),
+            torch.randn(batch_size, width),
+            num_classes,
+            num_units,
+        )
+        timings = time_side_by_side(steps, repetitions)
+        table += ratio_rows(f"last layer of CIFAR-100, B={batch_size}", timings, "nn")
+    return table

@@ -1,8 +1,9 @@
 """Prediction of mean and variance, side by side: many rows at once, and a single row.
 
-Case c: all regression models in the kin40k setting, after one step, against the forward pass of the
-plain network; DAK compiled too, also against the compiled forward pass. Then NN and DAK-CF on
-features with a ReLU, where no linear layer ends the network to be folded into the embedding.
+All regression models in the kin40k setting, after one step, are compared with the forward pass of
+the plain network, and a compiled DAK with the compiled forward pass. Then come NN and
+DAK-CF on features with a ReLU, where the network ends in no linear layer that could be folded into
+the embedding.
 """
 
 from functools import partial
@@ -12,10 +13,12 @@ import torch
 
 import models
 import pyro_dak
-from benchmarks.steps import Row, rows
+from benchmarks.steps import Row, ratio_rows
 from benchmarks.timing import time_side_by_side
-from models._recipe import Recipe
+from models.shared.recipe import Recipe
 from pyro_dak.prediction import Prediction
+
+__all__ = ["run"]
 
 
 def _moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +44,8 @@ def _fitted(name: str, level: int, relu_output: bool = False) -> Any:
     return model
 
 
-def case_c(repetitions: int, quick: bool) -> list[Row]:
-    """Rows per second of `predict`, and ratios to the network's forward pass and `predict`."""
+def run(repetitions: int, quick: bool) -> list[Row]:
+    """Rows per second of `predict`, and ratios to the forward pass and `predict` of the network."""
     names = ["nn"] if quick else ["nn", "dak_mc", "nn_svgp", "svdkl", "avdkl"]
     table = _compare(names, repetitions, quick, relu_output=False)
     return table + ([] if quick else _compare(["nn"], repetitions, quick, relu_output=True))
@@ -67,16 +70,16 @@ def _compare(names: list[str], repetitions: int, quick: bool, relu_output: bool)
             compiled = {f"{k} compiled": partial(_compiled_moments, v, x) for k, v in dak.items()}
             compiled["network forward compiled"] = partial(compiled_forward, x)
         timings = time_side_by_side(calls | compiled, repetitions)
-        part = rows("c", setting, timings, "network forward")
+        part = ratio_rows(setting, timings, "network forward")
         table += [row | {"rows_per_second": 1e3 * num_rows / row["milliseconds"]} for row in part]
         if compiled:
             own = {name: timings[name] for name in compiled}
-            table += rows("c", f"{setting}, compiled", own, "network forward compiled")
+            table += ratio_rows(f"{setting}, compiled", own, "network forward compiled")
         predicting = {k: v for k, v in timings.items() if not k.startswith("network forward")}
-        table += rows("c", f"{setting}, of `predict` of the network", predicting, "nn")
+        table += ratio_rows(f"{setting}, of `predict` of the network", predicting, "nn")
         for ending in ("", " compiled") if compiled else ("",):
             growth = {
                 f"dak_cf M={M}{ending}": timings[f"dak_cf M={M}{ending}"] for M in (7, 63, 1023)
             }
-            table += rows("c", f"{setting}, growth with M", growth, f"dak_cf M=7{ending}")
+            table += ratio_rows(f"{setting}, growth with M", growth, f"dak_cf M=7{ending}")
     return table

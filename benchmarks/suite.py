@@ -1,39 +1,51 @@
-"""All timings, as ratios to the plain network or to a named peer: a table, and a json.
+"""All timings, as ratios to the plain network or to a named peer, in one table.
 
-    python -m benchmarks [--case a b c d e] [--threads 1 2] [--repetitions 7] [--quick] [--out DIR]
+    python -m benchmarks [--case training images ...] [--threads 1 2] [--repetitions 7] [--quick]
 
 Each number of threads has a process of its own; in it the candidates of a comparison take turns.
-Figures are medians over the rounds, with half the range.
+The numbers are medians over the rounds, with half the range. Nothing is written to disk:
+`python -m experiments.bench` measures the same and records it.
 """
 
 import argparse
-import json
 import multiprocessing
-import platform
-import subprocess
+import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from tqdm.auto import tqdm
 
-from benchmarks.growth import case_d
-from benchmarks.serving import case_c
-from benchmarks.steps import Row, case_a, case_b
-from benchmarks.targets import case_e
+from benchmarks import growth, images, race, serving, training
+from benchmarks.steps import Row
 
-CASES = {"a": case_a, "b": case_b, "c": case_c, "d": case_d, "e": case_e}
+__all__ = ["CASES", "format_rows", "main", "measure", "run"]
+
+CASES: dict[str, Callable[[int, bool], list[Row]]] = {
+    "training": training.run,
+    "images": images.run,
+    "serving": serving.run,
+    "growth": growth.run,
+    "race": race.run,
+}
 
 
 def run(case: str, num_threads: int, repetitions: int, quick: bool) -> list[Row]:
-    """The rows of a case in this process."""
-    warnings.simplefilter("ignore")  # GPyTorch, of jitter; the grid, of being coarse
+    """The rows of a case, measured in this process."""
+    warnings.simplefilter("ignore")  # GPyTorch warns of jitter, the grid of being coarse
     torch.set_num_threads(num_threads)
     with pyro.settings.context(module_local_params=True):  # as inside `fit`
-        return [row | {"threads": num_threads} for row in CASES[case](repetitions, quick)]
+        rows = CASES[case](repetitions, quick)
+    return [{"case": case} | row | {"threads": num_threads} for row in rows]
+
+
+def measure(case: str, num_threads: int, repetitions: int, quick: bool) -> list[Row]:
+    """The rows of a case, measured in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(run, case, num_threads, repetitions, quick).result()
 
 
 def _cell(value: Any, digits: int) -> str:
@@ -68,36 +80,19 @@ def format_rows(table: list[Row]) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> None:
-    """Run the cases, print the table, write the json."""
+    """Measure the cases one after the other and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: does it run?")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"))
     options = parser.parse_args()
     repetitions = 1 if options.quick else options.repetitions
-    jobs = [(case, threads) for threads in options.threads for case in options.case]
-    context = multiprocessing.get_context("spawn")
     table: list[Row] = []
-    for case, threads in tqdm(jobs, desc="benchmarks", unit="case"):
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            part = pool.submit(run, case, threads, repetitions, options.quick).result()
-        table += part
-        options.out.mkdir(parents=True, exist_ok=True)
-        content = {
-            "rows": part,
-            "repetitions": repetitions,
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "commit": _commit(),
-        }
-        path = options.out / f"{case}-{threads}.json"
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    print(format_rows(table))
+    for threads in options.threads:
+        for case in options.case:
+            start = time.perf_counter()
+            table += measure(case, threads, repetitions, options.quick)
+            print(f"{case}, {threads} threads: {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"\n{format_rows(table)}")

@@ -6,7 +6,7 @@
 
 Preset `paper` is the paper's recipe: ResNet-18 (CIFAR-10, P = 64) or ResNet-34 (CIFAR-100,
 P = 128), SGD with rate 0.1 and a cosine, weight decay 1e-4, 200 epochs, random crops and flips.
-Ours is Adam for variational last layers: SGD hardly follows gradients of order 1 / N, as the KL's.
+Adam for variational last layers is ours: SGD hardly follows gradients of order 1 / N like the KL's.
 Preset `small` is for two cores and the subsets of 10,000 images: a ResNet of 64 features, Adam
 with one cycle. `--fine-tune` trains the network with a linear output first and then, for the other
 models, the last layer alone on its features, for `--tune-epochs`.
@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import typer
 
 import models.images
-from experiments.image_report import write_report
-from experiments.image_runs import Job, run_all
-from models.images._recipe import ImageRecipe
+from experiments import images
+from experiments.runs import Job, result_directory, start
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
 DATASETS = ("cifar10", "cifar100")
@@ -30,13 +30,15 @@ MODELS = ("nn", "svdkl", "dak_mc")
 
 @dataclass(frozen=True)
 class Preset:
-    """Networks and numbers of units by data set, the training, that of the variational last layers
-    (of all models but NN), and what DAK has of its own, by data set.
+    """Settings of all models, with those that differ by data set.
+
+    `last_layer` is for the variational last layers, which all models but NN have; the settings with
+    "dak" in their names are for DAK alone, and `tuned_dak_options` for its fine-tuning.
     """
 
     backbones: dict[str, str]
     num_units: dict[str, int]
-    recipe: ImageRecipe
+    recipe: Recipe
     last_layer: dict[str, Any] = field(default_factory=dict)
     dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     dak_recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,7 +49,8 @@ PRESETS = {
     "paper": Preset(
         backbones={"cifar10": "resnet18", "cifar100": "resnet34"},
         num_units={"cifar10": 64, "cifar100": 128},
-        recipe=ImageRecipe(
+        recipe=replace(
+            IMAGE_RECIPE,
             epochs=200,
             batch_size=128,
             optimizer="sgd",
@@ -61,7 +64,7 @@ PRESETS = {
     "small": Preset(
         backbones={"cifar10": "small_resnet", "cifar100": "small_resnet"},
         num_units={"cifar10": 64, "cifar100": 64},
-        recipe=ImageRecipe(epochs=12, batch_size=128, learning_rate=1e-2, augment=True),
+        recipe=replace(IMAGE_RECIPE, epochs=12, batch_size=128, learning_rate=1e-2, augment=True),
         # Chosen on held-out training images: with random weights at the start the functions of the
         # units are rough, with wide ones noisy, and the network learns slowly. With 100 classes
         # it takes a coarse grid for that (nodes two standard deviations apart), wide for the long
@@ -90,7 +93,7 @@ PRESETS = {
 }
 
 
-def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **others: Any) -> Job:
+def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: Any) -> Job:
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
     has_units = model not in ("nn", "dak_features")
@@ -104,7 +107,7 @@ def make_job(preset: str, dataset: str, model: str, recipe: ImageRecipe, **other
     if model == "dak_features":
         options.pop("embedding", None)  # it never has one
     backbone = chosen.backbones[dataset]
-    return Job(dataset, model, backbone, recipe, options, preset=preset, **others)
+    return images.make_job(dataset, model, backbone, recipe, options, preset=preset, **others)
 
 
 def main(
@@ -118,16 +121,16 @@ def main(
     tune_epochs: Annotated[int | None, typer.Option(min=1, help="Of these; else as many.")] = None,
     full: Annotated[bool, typer.Option(help="All images instead of the subset.")] = False,
     held_out: Annotated[bool, typer.Option(help="Test on 2,000 training images.")] = False,
-    max_rows: Annotated[int | None, typer.Option(help="Use the first so many.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Use only so many images.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     precision: Annotated[str | None, typer.Option(help="As in Lightning Fabric.")] = None,
-    progress: Annotated[bool, typer.Option(help="Show bars.")] = True,
-    resume: Annotated[bool, typer.Option(help="Keep runs that are there.")] = True,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results/cifar"),
-    quick: Annotated[bool, typer.Option(help="A few images, one epoch, two models.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Else results; a folder for each set.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write below results/draft.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft of 200 images.")] = False,
 ) -> None:
-    """Run the experiment, then write its tables and figures."""
+    """Make the runs, then write the tables and the figures."""
     check_choice("preset", preset, PRESETS)
     recipe = PRESETS[preset].recipe
     datasets = dataset or (["cifar10"] if quick else list(DATASETS))
@@ -144,10 +147,9 @@ def main(
         batch_size=batch_size or recipe.batch_size,
         device=device,
         precision=precision,
-        progress=progress,
     )
-    jobs = []
     for set_name in datasets:
+        jobs = []
         for number in seed or [0]:
             for name in names:
                 is_tuned = fine_tune and name != "nn"
@@ -164,14 +166,11 @@ def main(
                         full=full,
                         held_out=held_out,
                         max_rows=200 if quick else max_rows,
-                        data_root=data_root,
                     )
                 )
-    run_all(jobs, out, resume)
-    for set_name in datasets:
-        for path in write_report(out / set_name):
-            print(path)
+        directory = result_directory(set_name, out and out / set_name, draft or quick)
+        images.run_jobs(jobs, directory, data_root, resume)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

@@ -2,24 +2,27 @@
 
     python -m experiments.cost --data-root DIR [--rows 4096] [--repetitions 5]
 
-Each model in turn trains one epoch to warm up and one that counts, in the same loop, one thread;
-the medians over the rounds are compared. Long sets are cut to `--rows` rows, because an epoch is
-so many equal steps. SV-DKL is timed as GPyTorch computes it and through dense matrices.
+Each model in turn trains one epoch to warm up and one that counts, in the same loop, with one
+thread; the medians over the rounds are compared. Long sets are cut to `--rows` rows, because an
+epoch is a number of equal steps. SV-DKL is timed as GPyTorch computes it, and through matrices.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import models
+from experiments import screen
 from experiments.datasets import load_regression
-from experiments.results import git_commit, write_json
+from experiments.report import announce_report, markdown_table, newest
+from experiments.runs import Job, Line, result_directory, run_all, start
 from experiments.uci import PAPER_SETS, PRESETS
 
 CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,47 +43,58 @@ def _standardized(values: Tensor) -> Tensor:
     return scaled.to(torch.get_default_dtype())
 
 
-def epoch_seconds(dataset: str, data_root: str | None, rows: int, rounds: int) -> dict[str, float]:
+def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> dict[str, Any]:
     """Median seconds of a warm epoch of each candidate."""
-    preset = PRESETS["best"]
+    torch.set_num_threads(1)
+    preset, rounds = PRESETS["best"], job.settings["repetitions"]
     recipe = replace(preset.recipe, epochs=2)
-    x, y = (part[:rows] for part in load_regression(dataset, data_root))
-    x, y = (_standardized(part) for part in (x, y))
+    x, y = load_regression(job.dataset, data_root)
+    x, y = (_standardized(part[: job.settings["rows"]]) for part in (x, y))
     seconds: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    for _ in tqdm(range(rounds), desc=dataset, unit="round", leave=False):
+    for number in range(rounds):
         for name, (board_name, extra) in CANDIDATES.items():
+            tell(f"round {number + 1} of {rounds}, {name}")
             options = preset.options.get(board_name, {}) | extra
             model = models.build(board_name, x.shape[1], feature_dim=64, recipe=recipe, **options)
             model.fit(x, y)
             seconds[name].append(model.epoch_seconds[-1])
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {"seconds": {name: statistics.median(times) for name, times in seconds.items()}}
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
+def _ratios(runs: list[Line]) -> list[list[str]]:
     """Multiples of DAK-CF's epoch, one row per set."""
-    lines = ["| set | " + " | ".join(CANDIDATES) + " |", "|---" * (len(CANDIDATES) + 1) + "|"]
-    for dataset, times in results.items():
+    rows = []
+    for run in newest(runs, lambda run: run["config"]["dataset"]):
+        times = run["seconds"]
         ratios = (f"{times[name] / times['dak_cf']:.2f}" for name in CANDIDATES)
-        lines.append(f"| {dataset} | " + " | ".join(ratios) + " |")
-    return "\n".join(lines)
+        rows.append([run["config"]["dataset"], *ratios])
+    return rows
+
+
+def table(runs: list[Line]) -> str:
+    """The multiples as Markdown."""
+    rounds = max(run["config"]["repetitions"] for run in runs)
+    text = f"Seconds per epoch as multiples of DAK-CF's, median of {rounds} rounds."
+    return f"{text}\n\n{markdown_table(['set', *CANDIDATES], _ratios(runs))}\n"
 
 
 def main(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; the paper's six.")] = None,
     rows: Annotated[int, typer.Option(help="At most so many rows of a set.")] = 4096,
     repetitions: Annotated[int, typer.Option(help="Rounds.")] = 5,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
-    out: Annotated[Path, typer.Option(help="Result.")] = Path("results/cost.json"),
+    out: Annotated[Path | None, typer.Option(help="Else results/cost.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write to results/draft/cost.")] = False,
 ) -> None:
-    """Time the epochs, print the table, write the seconds."""
-    torch.set_num_threads(1)
-    results = {}
-    for name in dataset or PAPER_SETS:
-        results[name] = epoch_seconds(name, data_root, rows, repetitions)
-        write_json(out, {"seconds": results, "rows": rows, "commit": git_commit()})
-    print(f"Seconds per epoch as multiples of DAK-CF's, median of {repetitions} rounds.\n")
-    print(table(results))
+    """Time the epochs, print the multiples, and write the table."""
+    settings = {"rows": rows, "repetitions": repetitions}
+    jobs = [Job("cost", name, "all", 0, settings) for name in dataset or PAPER_SETS]
+    directory = result_directory("cost", out, draft)
+    lines = run_all(jobs, partial(run, data_root=data_root), directory, {}, resume=resume)
+    screen.show_table("Epochs as multiples of DAK-CF's", ["set", *CANDIDATES], _ratios(lines))
+    announce_report(directory)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

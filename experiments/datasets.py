@@ -53,8 +53,8 @@ REGRESSION = {
 def find_file(relative: str, sha256: str, url: str, data_root: str | Path | None = None) -> Path:
     """A data file: under `data_root` or $PYRO_DAK_DATA if there, else downloaded to the user cache.
 
-    A download is verified by its checksum before it gets its name, shows a progress bar, and is
-    made once. A file in the data root is verified as well.
+    A download is made once, shows a progress bar, and is verified by its checksum before it gets
+    its name. A file in the data root is verified as well.
     """
     root = data_root or os.environ.get("PYRO_DAK_DATA")
     if root is not None and (Path(root) / relative).is_file():

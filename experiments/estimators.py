@@ -6,13 +6,14 @@
 `DAKRegressor()` and `DAKRegressor(ensemble_size=5)` with their defaults; a network with a learned
 noise and five mean-variance networks (a deep ensemble) with the same widths, epochs, batches and
 schedule, trained on all training rows. `*_calibrated` are the same networks with the calibration on
-held-out rows that the estimators have. A run is one json; a run that is there is not made again.
+held-out rows that the estimators have. A run that is recorded already is not made again.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +23,9 @@ import typer
 from torch import Tensor, nn
 
 from experiments.datasets import load_regression
-from experiments.results import git_commit, read_json, read_runs, write_json
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from experiments.report import announce_report, markdown_table
+from experiments.runs import Job, Line, result_directory, run_all, start
+from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.estimators import DAKRegressor
 from pyro_dak.tables.predictive import (
     StudentPrediction,
@@ -33,6 +35,7 @@ from pyro_dak.tables.predictive import (
 )
 from pyro_dak.tables.rows import (
     FEW_ROWS,
+    Rows,
     default_batch_size,
     default_epochs,
     held_out_rows,
@@ -54,6 +57,9 @@ SETS = (
 )
 LARGE = SETS[-3:]
 MODELS = ("dak", "nn", "dak5", "mv5")
+COLUMNS = ("dak", "nn", "nn_calibrated", "dak5", "mv5", "mv5_calibrated")
+METRICS = ("rmse", "nlpd", "coverage_95", "fit_seconds")
+HEADLINE = {"rmse": "RMSE", "nlpd": "NLPD", "coverage_95": "95 % coverage", "fit_seconds": "s"}
 HIDDEN = (64, 32, 64)
 # Seed of the splits; others were used while the defaults were chosen.
 _SPLITS = 2026
@@ -62,7 +68,7 @@ _SPLITS = 2026
 _LEAST_VAR = 1e-6
 
 
-class StackedMLP:
+class StackedMLP(Stack):
     """E perceptrons in one pass: y ~ N(mean(x), noise^2), with noise(x) if `heteroscedastic`."""
 
     def __init__(self, input_dim: int, size: int, heteroscedastic: bool, seed: int):
@@ -76,18 +82,12 @@ class StackedMLP:
         self.tensors["raw_noise"] = torch.full((size, 1), math.log(0.5))
         for tensor in self.tensors.values():
             tensor.requires_grad_()
-        self.num_layers, self.device = len(widths) - 1, torch.device("cpu")
+        self.num_layers = len(widths) - 1
 
-    def __len__(self) -> int:
-        return len(self.tensors["raw_noise"])
-
-    def network_parameters(self) -> list[Tensor]:
-        """Weights and biases."""
-        return [t for name, t in self.tensors.items() if name != "raw_noise"]
-
-    def last_layer_parameters(self) -> list[Tensor]:
-        """The level of the noise."""
-        return [self.tensors["raw_noise"]]
+    def parameter_groups(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases, and the level of the noise."""
+        network = [t for name, t in self.tensors.items() if name != "raw_noise"]
+        return network, [self.tensors["raw_noise"]]
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance of y, `(E, N)` each."""
@@ -126,7 +126,7 @@ class MLPRegressor:
         target = torch.from_numpy((y - self.scale[2]) / self.scale[3]).float().unsqueeze(-1)
         self.rows = Rows(self._inputs(x), target, torch.ones(len(x)))
         epochs = self.epochs or default_epochs(len(x))
-        self.plan = TrainingPlan(epochs, default_batch_size(len(x)), seed=self.seed)
+        self.plan = ensemble_plan(epochs, default_batch_size(len(x)), seed=self.seed)
         self.network = StackedMLP(x.shape[1], self.size, self.heteroscedastic, self.seed)
         train(self.network, self.rows, self.plan)
 
@@ -178,7 +178,7 @@ def score(prediction: StudentPrediction, y: np.ndarray) -> dict[str, float]:
 
 
 def build(name: str, seed: int, epochs: int | None) -> Any:
-    """The model called so."""
+    """The model with this name."""
     makers: dict[str, Callable[[], Any]] = {
         "dak": lambda: DAKRegressor(random_state=seed, epochs=epochs, progress=False),
         "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),
@@ -189,11 +189,16 @@ def build(name: str, seed: int, epochs: int | None) -> Any:
     return makers[name]()
 
 
-def run(
-    dataset: str, name: str, split: int, data_root: str | None, max_rows: int | None = None
-) -> dict[str, Any]:
+def make_job(dataset: str, name: str, split: int, max_rows: int | None = None) -> Job:
+    """The job of a model on a split, which is also its seed; few rows get two epochs."""
+    return Job("estimators", dataset, name, split, {"split": split, "max_rows": max_rows})
+
+
+def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> dict[str, Any]:
     """Train on nine tenths of the rows, test on the rest."""
-    x, y = (part.numpy() for part in load_regression(dataset, data_root))
+    torch.set_num_threads(1)
+    name, split, max_rows = job.model, job.settings["split"], job.settings["max_rows"]
+    x, y = (part.numpy() for part in load_regression(job.dataset, data_root))
     order = np.random.default_rng((_SPLITS, split)).permutation(len(x))[:max_rows]
     test, rows = np.split(order, [round(0.1 * len(order))])
     model = build(name, split, 2 if max_rows else None)
@@ -202,25 +207,24 @@ def run(
     seconds = time.perf_counter() - start
     metrics: dict[str, Any] = {name: score(model.predict_dist(x[test]), y[test, 0])}
     metrics[name]["fit_seconds"] = seconds
-    settings: dict[str, Any] = {"epochs": default_epochs(len(rows))}
+    fitted: dict[str, Any] = {"epochs": default_epochs(len(rows))}
     if isinstance(model, MLPRegressor):
         model.calibrate()
         metrics[f"{name}_calibrated"] = score(model.predict_dist(x[test]), y[test, 0])
-        settings |= {"calibration": model.calibration, "df": model.df}
+        fitted |= {"calibration": model.calibration, "df": model.df}
     else:
-        settings |= {"calibration": model.calibration_, "df": model.tail_df_}
-        settings |= {"best_epoch": model.history_.best_epoch}
-    config = {"dataset": dataset, "model": name, "split": split, "max_rows": max_rows}
-    return {"config": config | settings, "metrics": metrics, "commit": git_commit()}
+        fitted |= {"calibration": model.calibration_, "df": model.tail_df_}
+        fitted |= {"best_epoch": model.history_.best_epoch}
+    return {"metrics": metrics, "fitted": fitted}
 
 
 Scores = dict[tuple[str, str], list[dict[str, float]]]
 
 
-def read_scores(results: Path) -> Scores:
+def scores_of(runs: list[Line]) -> Scores:
     """Metrics by data set and model, over the splits that all models of the set have."""
     by_split: dict[str, dict[int, dict[str, dict[str, float]]]] = {}
-    for content in read_runs(results):
+    for content in runs:
         splits = by_split.setdefault(content["config"]["dataset"], {})
         splits.setdefault(content["config"]["split"], {}).update(content["metrics"])
     scores: Scores = {}
@@ -233,7 +237,7 @@ def read_scores(results: Path) -> Scores:
 
 
 def average(scores: Scores, dataset: str, name: str, metric: str) -> tuple[float, float]:
-    """Mean over the splits and its standard error; of times the median."""
+    """The mean over the splits and its standard error; for times the median."""
     values = [m[metric] for m in scores.get((dataset, name), []) if metric in m]
     if not values:
         return math.nan, math.nan
@@ -244,7 +248,7 @@ def average(scores: Scores, dataset: str, name: str, metric: str) -> tuple[float
 
 
 def summary(scores: Scores) -> list[str]:
-    """On how many of the sets where all models are there the estimators do what."""
+    """What the estimators achieve on how many sets, among those that have runs of all models."""
     names = (*MODELS, "nn_calibrated", "mv5_calibrated")
     sets = [
         s for s in SETS if all(math.isfinite(average(scores, s, name, "nlpd")[0]) for name in names)
@@ -280,44 +284,45 @@ def summary(scores: Scores) -> list[str]:
     return lines
 
 
-def table(results: Path) -> str:
+def table(runs: list[Line]) -> str:
     """Means over the splits, one line per data set and metric, and a summary, as Markdown."""
-    scores = read_scores(results)
-    columns = ("dak", "nn", "nn_calibrated", "dak5", "mv5", "mv5_calibrated")
-    lines = ["| set | splits | metric | " + " | ".join(columns) + " |", "|---" * 9 + "|"]
+    scores = scores_of(runs)
+    rows = []
     for dataset in [name for name in SETS if any(key[0] == name for key in scores)]:
-        for metric in ("rmse", "nlpd", "coverage_95", "fit_seconds"):
+        splits = max(len(scores.get((dataset, name), [])) for name in COLUMNS)
+        for metric in METRICS:
             cells = []
-            for name in columns:
+            for name in COLUMNS:
                 mean, error = average(scores, dataset, name, metric)
                 cell = "" if math.isnan(mean) else f"{mean:.3f}"
                 cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
-            splits = max(len(scores.get((dataset, name), [])) for name in columns)
-            lines.append(f"| {dataset} | {splits} | {metric} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *summary(scores)]).rstrip() + "\n"
+            rows.append([dataset, str(splits), metric, *cells])
+    lines = [markdown_table(["set", "splits", "metric", *COLUMNS], rows), "", *summary(scores)]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all nine.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="dak, dak5, nn, mv5; all.")] = None,
     splits: Annotated[int, typer.Option(help="Random splits; 2 on the large sets.")] = 5,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
-    out: Annotated[Path, typer.Option(help="Directory of results.")] = Path("results/estimators"),
-    quick: Annotated[bool, typer.Option(help="A few rows of diabetes, two epochs.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Else results/estimators.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write below results/draft.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft: few rows, 2 epochs.")] = False,
 ) -> None:
-    """Run what has no result yet, then write the table."""
-    torch.set_num_threads(1)
-    for name in dataset or (["diabetes"] if quick else SETS):
-        for split in range(1 if quick else min(splits, 2) if name in LARGE else splits):
-            for model_name in model or MODELS:
-                path = out / name / f"{model_name}-split{split}.json"
-                if read_json(path) is None:
-                    content = run(name, model_name, split, data_root, 60 if quick else None)
-                    write_json(path, content)
-                    print(name, split, content["metrics"], flush=True)
-    (out / "table.md").write_text(table(out))
-    print(out / "table.md")
+    """Make the runs, then write the table."""
+    jobs = [
+        make_job(name, model_name, split, 60 if quick else None)
+        for name in dataset or (["diabetes"] if quick else SETS)
+        for split in range(1 if quick else min(splits, 2) if name in LARGE else splits)
+        for model_name in model or MODELS
+    ]
+    directory = result_directory("estimators", out, draft or quick)
+    run_fn = partial(run, data_root=data_root)
+    run_all(jobs, run_fn, directory, HEADLINE, resume=resume)
+    announce_report(directory)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

@@ -4,30 +4,31 @@
 
 Three problems: the toy function of one input, diabetes (regression), and digits with few units
 (classification). A network is trained once, then held fixed, and every posterior is of the same
-weights given the same features. Tables and figures go under results/hmc.
+weights given the same features.
 """
 
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import typer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 import guides
+from experiments import screen
 from experiments.datasets import load_regression
-from experiments.results import git_commit, write_json
+from experiments.report import announce_report, markdown_table, newest, save_figure
+from experiments.runs import Job, Line, result_directory, run_all, start
 from experiments.toy import NOISE_SCALE, draw_toy
 from pyro_dak import (
     DAK,
@@ -51,7 +52,12 @@ from pyro_dak.diagnostics.plots import (
 from pyro_dak.diagnostics.summary import summary
 from pyro_dak.inference.densities import cached_inputs, checked_data, log_likelihood, response
 from pyro_dak.inference.draws import Posterior, as_guide, draw_posterior
+from pyro_dak.validation import check_choice
 
+TITLE = (
+    "Posteriors of the last layer side by side: every guide, NUTS, and the exact one where it "
+    "exists."
+)
 DRAWN = ("mean_field", "unit_block", "full_rank", "NUTS", "exact")
 
 
@@ -88,7 +94,8 @@ def _network(input_dim: int, feature_dim: int) -> nn.Module:
 
 def _trained(model: DAK, x: Tensor, y: Tensor, effort: Effort, seed: int) -> DAK:
     guide = MeanFieldGuide(model)
-    fit(model, guide, (x, y), epochs=effort.network_epochs, batch_size=256, seed=seed)
+    epochs = effort.network_epochs
+    fit(model, guide, (x, y), epochs=epochs, batch_size=256, seed=seed, progress=False)
     return model.requires_grad_(False).eval()
 
 
@@ -169,7 +176,7 @@ def last_layer(model: DAK) -> DAK:
 
 
 def fit_guides(
-    problem: Problem, effort: Effort, seed: int
+    problem: Problem, effort: Effort, seed: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Every guide of the board, trained on the cached unit inputs, and its seconds."""
     head = last_layer(problem.model)
@@ -177,9 +184,8 @@ def fit_guides(
     h = cached_inputs(problem.model, problem.x)
     y = problem.y.double() if problem.y.is_floating_point() else problem.y
     fitted, seconds = {}, {}
-    bar = tqdm(guides.names(), desc="guides")
-    for name in bar:
-        bar.set_postfix_str(name)
+    for name in guides.names():
+        tell(f"guide {name}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             # The network of the flow must be at least as wide as its input.
@@ -259,10 +265,7 @@ def draw_bands(problem: Problem, posteriors: Mapping[str, Posterior], path: Path
 
 
 def _save(ax: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ax.figure.savefig(path, dpi=110)
-    plt.close(ax.figure)
-    return path
+    return save_figure(ax.figure, path, is_tight=False)
 
 
 COLUMNS = {
@@ -282,15 +285,34 @@ COLUMNS = {
 }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, with the columns that any of them has."""
+SHOWN = ("posterior", "sd_ratio", "predictive_sd_ratio", "elbo", "k_hat", "test_nlpd", "seconds")
+
+
+def _cells(rows: list[dict[str, Any]], keys: Sequence[str]) -> list[list[str]]:
+    """What a table shows of these columns: numbers with two digits."""
+    values = [[row.get(key, "") for key in keys] for row in rows]
+    return [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row] for row in values]
+
+
+def table(runs: list[Line]) -> str:
+    """A part for each problem: its posteriors, and the report of NUTS, as Markdown."""
+    by_problem = {run["config"]["dataset"]: run for run in newest(runs, _problem)}
+    parts = [_part(name, by_problem[name]) for name in PROBLEMS if name in by_problem]
+    return f"{TITLE}\n\n" + "\n".join(parts)
+
+
+def _problem(run: Line) -> str:
+    return str(run["config"]["dataset"])
+
+
+def _part(name: str, run: Line) -> str:
+    rows, sizes = run["rows"], run["sizes"]
     columns = {key: title for key, title in COLUMNS.items() if any(key in row for row in rows)}
-    lines = ["| " + " | ".join(columns.values()) + " |", "|---" * len(columns) + "|"]
-    for row in rows:
-        cells = [row.get(key, "") for key in columns]
-        shown = [f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+    size = f"{sizes['weights']} weights, {sizes['data']} rows"
+    title = f"## {name}: {size}, against {run['reference']}"
+    posteriors = markdown_table(list(columns.values()), _cells(rows, list(columns)))
+    report = "\n".join(run["nuts"])
+    return f"{title}\n\n{posteriors}\n\n```\n{report}\n```\n"
 
 
 def _plain(value: Any) -> Any:
@@ -298,22 +320,34 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def run_problem(name: str, effort: Effort, seed: int, out: Path) -> str:
-    """All posteriors of one problem; writes its json and figures, returns its part of the table."""
-    torch.manual_seed(seed)
-    problem = PROBLEMS[name](effort, seed)
+def run(job: Job, tell: Callable[[str], None], figures: Path) -> dict[str, Any]:
+    """All posteriors of one problem: their scores; the figures are drawn on the way."""
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    effort = Effort(**job.settings)
+    tell("network")
+    problem = PROBLEMS[job.dataset](effort, job.seed)
     model, x, y = problem.model, problem.x, problem.y
     posteriors: dict[str, Any]
-    posteriors, seconds = fit_guides(problem, effort, seed)
+    posteriors, seconds = fit_guides(problem, effort, job.seed, tell)
+    tell("NUTS")
     start = time.perf_counter()
-    posteriors["NUTS"] = run = run_nuts(
-        model, x, y, effort.num_samples, effort.warmup_steps, effort.num_chains, seed=seed
+    posteriors["NUTS"] = nuts = run_nuts(
+        model,
+        x,
+        y,
+        effort.num_samples,
+        effort.warmup_steps,
+        effort.num_chains,
+        seed=job.seed,
+        progress=False,
     )
     seconds["NUTS"] = time.perf_counter() - start
     if isinstance(model.likelihood, GaussianLikelihood):
         start = time.perf_counter()
         posteriors["exact"] = exact_posterior(model, x, y)
         seconds["exact"] = time.perf_counter() - start
+    tell("comparison")
     comparison = compare_posteriors(
         model, posteriors, x, y, x_new=problem.x_test, num_samples=effort.num_draws
     )
@@ -321,48 +355,39 @@ def run_problem(name: str, effort: Effort, seed: int, out: Path) -> str:
     for row in comparison.summary():
         key = str(row["posterior"])
         rows.append(row | score(problem, posteriors[key], effort) | {"seconds": seconds[key]})
-    words = {key: str(summary(model, p, x, y)) for key, p in posteriors.items() if key in DRAWN}
-    write_json(
-        out / f"{name}.json",
-        {
-            "rows": [{key: _plain(value) for key, value in row.items()} for row in rows],
-            "reference": comparison.reference,
-            "log_evidence": comparison.log_evidence,
-            "nuts": run.report().splitlines(),
-            "summary": words,
-            "config": {
-                **vars(effort),
-                "seed": seed,
-                "weights": len(comparison.labels),
-                "data": len(x),
-            },
-            "commit": git_commit(),
-        },
-    )
-    draw_figures(name, problem, posteriors, comparison, out)
-    size = f"{len(comparison.labels)} weights, {len(x)} rows"
-    title = f"## {name}: {size}, against {comparison.reference}"
-    return f"{title}\n\n{table(rows)}\n\n```\n{run.report()}\n```\n"
+    draw_figures(job.dataset, problem, posteriors, comparison, figures)
+    return {
+        "rows": [{key: _plain(value) for key, value in row.items()} for row in rows],
+        "reference": comparison.reference,
+        "log_evidence": comparison.log_evidence,
+        "nuts": nuts.report().splitlines(),
+        "summary": {k: str(summary(model, p, x, y)) for k, p in posteriors.items() if k in DRAWN},
+        "sizes": {"weights": len(comparison.labels), "data": len(x)},
+    }
 
 
 def main(
     problem: Annotated[list[str] | None, typer.Option(help="toy, diabetes, digits; all.")] = None,
     seed: Annotated[int, typer.Option(help="Of data, networks, guides and chains.")] = 0,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results/hmc"),
-    quick: Annotated[bool, typer.Option(help="A few rows and steps.")] = False,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Else results/hmc.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write to results/draft/hmc.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft: few rows and steps.")] = False,
 ) -> None:
-    """Fit all posteriors to all problems; write tables, scores and figures."""
-    torch.set_num_threads(1)
+    """Fit all posteriors to all problems; write the table, the scores and the figures."""
     effort = QUICK if quick else Effort()
-    parts = []
+    directory = result_directory("hmc", out, draft or quick)
+    jobs = []
     for name in problem or list(PROBLEMS):
-        if name not in PROBLEMS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(PROBLEMS)}.")
-        parts.append(run_problem(name, effort, seed, out))
-        print(parts[-1])
-        (out / "table.md").write_text(f"{__doc__.splitlines()[0]}\n\n" + "\n".join(parts))
-    print(out / "table.md")
+        check_choice("problem", name, PROBLEMS)
+        jobs.append(Job("hmc", name, "all", seed, asdict(effort)))
+    run_fn = partial(run, figures=directory / "figures")
+    for line in run_all(jobs, run_fn, directory, {}, resume=resume):
+        title = f"{line['config']['dataset']}, against {line['reference']}"
+        titles = [COLUMNS[key] for key in SHOWN]
+        screen.show_table(title, titles, _cells(line["rows"], SHOWN))
+    announce_report(directory)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

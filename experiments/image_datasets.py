@@ -105,7 +105,7 @@ class Images:
 
 
 def load_images(name: str, data_root: str | Path | None = None, full: bool = False) -> Images:
-    """The image set called so; `full` is for CIFAR: the whole archive instead of the subset."""
+    """The image set of this name; `full` is for CIFAR: the whole archive instead of the subset."""
     check_choice("dataset", name, IMAGE_SETS)
     if name == "digits":
         return _load_digits()

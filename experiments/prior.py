@@ -1,6 +1,6 @@
 """Kernel activations and the prior of the process that they induce, in one figure.
 
-python -m experiments.prior [--out results/demo/prior.png] [--quick]
+python -m experiments.prior [--out FILE] [--quick]
 """
 
 import argparse
@@ -12,6 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.runs import DRAFTS
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
 
 LENGTHSCALE = 0.5
@@ -70,7 +71,7 @@ def draw_samples(ax: Axes, level: int, num_points: int) -> None:
 
 
 def draw_variance(ax: Axes, levels: Sequence[int], num_points: int) -> None:
-    """Prior variance that the inducing points explain, and its sum with the residual variance."""
+    """The prior variance that the inducing points explain, and with it the residual variance."""
     h = _inputs(-1.0, 2.0, num_points)
     for level, color in zip(levels, PALETTE[3:0:-1], strict=True):
         activation = _activation(level)
@@ -101,7 +102,7 @@ def draw(out: Path, is_quick: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments, draw, print the path."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results/demo/prior.png"))
+    parser.add_argument("--out", type=Path, default=DRAFTS / "prior" / "figures" / "prior.png")
     parser.add_argument("--quick", action="store_true", help="fewer points, lower resolution")
     arguments = parser.parse_args(argv)
     draw(arguments.out, arguments.quick)

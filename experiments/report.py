@@ -1,121 +1,137 @@
-"""One self-contained HTML page from everything under the results directory.
+"""Tables and figures from the recorded runs, and everything on one self-contained HTML page.
 
     python -m experiments.report
-    python -m experiments.report --results results/demo --out results/demo/report.html
+    python -m experiments.report --results results/demo
 
-Every folder with results becomes a section: its tables (Markdown files), its figures, and its runs
-(json files) with their scores, configuration and commit. Tables sort at a click on a heading. The
+For every `results/<experiment>/runs.jsonl` the module of the experiment writes `table.md` and what
+it draws into `figures/`. Then every folder becomes a section of the page: its table, its figures,
+and its runs with their scores, configuration and commit. Tables sort at a click on a heading. The
 page asks nothing of the network: styles, script and pictures are in the file.
 """
 
 import base64
 import json
 import math
-import os
+import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import markdown
 import typer
 
-from experiments.results import git_commit, read_json
+from experiments import screen
+from experiments.runs import (
+    FILE,
+    RESULTS,
+    Line,
+    damaged_lines,
+    git_commit,
+    read_runs,
+    scores_by_model,
+    write_text,
+)
 
-__all__ = ["Run", "Section", "collect", "render", "write_page"]
+__all__ = [
+    "Section",
+    "add_spread",
+    "announce_report",
+    "collect",
+    "markdown_table",
+    "newest",
+    "render",
+    "save_figure",
+    "write_page",
+    "write_report",
+]
 
+# Each has `table(runs) -> str`, and may have `draw(runs, figures) -> list of paths`.
+EXPERIMENTS = ("bench", "cost", "estimators", "hmc", "images", "toy", "uci")
 _TEMPLATE = Path(__file__).with_name("report_template.html")
-_FIGURES = {".png": "image/png", ".svg": "image/svg+xml"}
+_KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
 _FEW = 20  # so many runs are shown at once, more at a click
-_SKIPPED = "checkpoints"  # folders of what a stopped run goes on from
 
 
-@dataclass(frozen=True)
-class Run:
-    """One json: where it is, where it comes from, and its scores, one set or one per model."""
+def write_report(directory: Path) -> list[Path]:
+    """Write the table and the figures of the runs in a directory, and return their paths."""
+    runs = read_runs(directory)
+    name = runs[-1]["experiment"] if runs else None
+    if name not in EXPERIMENTS:
+        return []
+    module = import_module(f"experiments.{name}")
+    paths = [write_text(directory / "table.md", module.table(runs))]
+    if hasattr(module, "draw"):
+        paths += module.draw(runs, directory / "figures")
+    return paths
 
-    name: str
-    commit: str
-    status: str
-    config: dict[str, Any]
-    scores: dict[str, dict[str, float]]
+
+def announce_report(directory: Path) -> None:
+    """Write the report of a directory, and say which files were written."""
+    for path in write_report(directory):
+        screen.say(f"written {path}")
+
+
+def newest(runs: Sequence[Line], place_fn: Callable[[Line], Hashable]) -> list[Line]:
+    """Of the runs that have one place in a table, the last one."""
+    return list({place_fn(run): run for run in runs}.values())
+
+
+def add_spread(summary: dict[str, Any], name: str, values: Sequence[float]) -> None:
+    """Set the mean of the values under `name`, and their standard deviation under `name_std`."""
+    summary[name] = statistics.fmean(values)
+    summary[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, without a line break at its end."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def save_figure(figure: Any, path: Path, is_tight: bool = True) -> Path:
+    """Write a figure of matplotlib and close it."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_tight:
+        figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
 
 @dataclass
 class Section:
-    """What lies in one folder."""
+    """What lies in one folder of results."""
 
     name: str
     tables: list[Path] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    runs: list[Line] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
 
 
 def collect(results: Path) -> list[Section]:
-    """Sections in the order of their names; runs in subfolders belong to the top folder."""
-    sections: dict[str, Section] = {}
-    for path in sorted(results.rglob("*")):
-        relative = path.relative_to(results)
-        if not path.is_file() or _SKIPPED in relative.parts or path.name.startswith("."):
-            continue
-        name = relative.parts[0] if len(relative.parts) > 1 else results.name
-        section = sections.setdefault(name, Section(name))
-        if path.suffix == ".md":
-            section.tables.append(path)
-        elif path.suffix in _FIGURES:
-            section.figures.append(path)
-        elif path.suffix == ".json":
-            _add_run(section, path, str(relative.with_suffix("")))
-    return [section for _, section in sorted(sections.items()) if _has_content(section)]
-
-
-def _has_content(section: Section) -> bool:
-    return bool(section.tables or section.figures or section.runs or section.damaged)
-
-
-def _add_run(section: Section, path: Path, name: str) -> None:
-    content = read_json(path)
-    if content is None:
-        section.damaged.append(name)
-        return
-    config = content.get("config", {})
-    section.runs.append(
-        Run(
-            name,
-            str(content.get("commit", "unknown")),
-            str(content.get("status", "finished")),
-            config if isinstance(config, dict) else {"config": config},
-            _scores(content.get("metrics", {})),
-        )
-    )
-
-
-def _scores(metrics: Any) -> dict[str, dict[str, float]]:
-    """Numbers of a run by model; a run of one model has the name ""."""
-    if not isinstance(metrics, dict):
-        return {"": {}}
-    by_model = {name: _numbers(value) for name, value in metrics.items() if isinstance(value, dict)}
-    by_model = {name: values for name, values in by_model.items() if values}
-    own = _numbers(metrics)
-    return by_model if by_model and not own else {"": own}
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    """A section for each folder that holds runs, a table or figures, in the order of names."""
+    sections = []
+    for directory in sorted(path for path in results.iterdir() if path.is_dir()):
+        figures = sorted(p for p in directory.glob("figures/*") if p.suffix in _KINDS)
+        tables, runs = sorted(directory.glob("*.md")), read_runs(directory)
+        section = Section(directory.name, tables, figures, runs, damaged_lines(directory))
+        if tables or figures or runs or section.damaged:
+            sections.append(section)
+    return sections
 
 
 def render(sections: list[Section], results: Path) -> str:
     """The page."""
     runs = [run for section in sections for run in section.runs]
-    commits = Counter(run.commit for run in runs)
+    commits = Counter(run["commit"] for run in runs)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = f"{len(runs)} runs under {results.name}/, page made {made} at commit {git_commit()}."
     if commits:
@@ -134,8 +150,8 @@ def _section(section: Section) -> str:
     parts += [_table_file(path) for path in section.tables]
     parts += [_figure(path) for path in section.figures]
     if section.damaged:
-        names = ", ".join(section.damaged)
-        parts.append(f'<p class="warning">Not readable as json: {escape(names)}</p>')
+        numbers = ", ".join(map(str, section.damaged))
+        parts.append(f'<p class="warning">Lines of {FILE} that cannot be read: {numbers}</p>')
     if section.runs:
         count = f"{len(section.runs)} run{'s' * (len(section.runs) != 1)}"
         is_open = " open" if len(section.runs) <= _FEW else ""
@@ -162,26 +178,33 @@ def _table_file(path: Path) -> str:
 def _figure(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     name = escape(path.stem)
-    source = f"data:{_FIGURES[path.suffix]};base64,{data}"
+    source = f"data:{_KINDS[path.suffix]};base64,{data}"
     return f'<figure><img alt="{name}" src="{source}"><figcaption>{name}</figcaption></figure>'
 
 
-def _run_table(runs: list[Run]) -> str:
-    names = list(dict.fromkeys(n for run in runs for s in run.scores.values() for n in s))
+def _run_table(runs: list[Line]) -> str:
+    scores = [(run, model, values) for run in runs for model, values in _scores(run)]
+    names = list(dict.fromkeys(name for _, _, values in scores for name in values))
     heads = ["run", *names, "status", "commit", "configuration"]
-    rows = "".join(_row(run, label, names) for run in runs for label in run.scores)
+    rows = "".join(_row(run, model, values, names) for run, model, values in scores)
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     table = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
     return f'<div class="scroll"><table class="sortable">{table}</table></div>'
 
 
-def _row(run: Run, label: str, names: list[str]) -> str:
-    values = run.scores[label]
-    cells = [escape(f"{run.name} {label}".strip())]
+def _scores(run: Line) -> list[tuple[str, dict[str, float]]]:
+    return list(scores_by_model(run).items())
+
+
+def _row(run: Line, model: str, values: dict[str, float], names: list[str]) -> str:
+    config = run["config"]
+    numbers = (f"{key} {config[key]}" for key in ("fold", "split", "seed") if key in config)
+    cells = [escape(" ".join([config["dataset"], model, *numbers]))]
     cells += [_number(values[name]) if name in values else "" for name in names]
-    config = escape(json.dumps(run.config, indent=1, default=str))
-    cells += [escape(run.status), f"<code>{escape(run.commit)}</code>"]
-    cells += [f"<details><summary>show</summary><pre>{config}</pre></details>"]
+    status = "draft" if run.get("draft") else run.get("status", "finished")
+    cells += [escape(status), f"<code>{escape(run['commit'])}</code>"]
+    shown = escape(json.dumps(config, indent=1))
+    cells += [f"<details><summary>show</summary><pre>{shown}</pre></details>"]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
@@ -192,32 +215,29 @@ def _number(value: float) -> str:
 
 
 def write_page(results: Path, out: Path) -> list[Section]:
-    """Write the page, whole or not at all; returns what is on it."""
+    """Write the page, whole or not at all, and return what is on it."""
     sections = collect(results)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.write_text(render(sections, results))
-    os.replace(temporary, out)
+    write_text(out, render(sections, results))
     return sections
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results"),
-    out: Annotated[Path | None, typer.Option(help="The page; report.html beside them.")] = None,
+    results: Annotated[Path, typer.Option(help="The directory of the results.")] = RESULTS,
+    out: Annotated[Path | None, typer.Option(help="The page; else report.html there.")] = None,
 ) -> None:
-    """Write the page and print where it is."""
+    """Write all tables and figures, then the page, and print where it is."""
     if not results.is_dir():
         raise typer.BadParameter(f"{results} is not a directory.", param_hint="--results")
     path = out or results / "report.html"
-    for line in _summary(write_page(results, path)):
-        print(line)
-    print(path)
-
-
-def _summary(sections: list[Section]) -> Iterator[str]:
-    for s in sections:
-        line = f"{s.name}: {len(s.runs)} runs, {len(s.tables)} tables, {len(s.figures)} figures"
-        yield line + (f", {len(s.damaged)} not readable" if s.damaged else "")
+    with screen.working("report"):
+        for directory in sorted(p.parent for p in results.glob(f"*/{FILE}")):
+            write_report(directory)
+        sections = write_page(results, path)
+    counts = [(s.name, s.runs, s.tables, s.figures, s.damaged) for s in sections]
+    rows = [[name, *(str(len(parts)) for parts in lists)] for name, *lists in counts]
+    columns = ["experiment", "runs", "tables", "figures", "damaged lines"]
+    screen.show_table("What is on the page", columns, rows)
+    screen.say(f"report  {path}")
 
 
 if __name__ == "__main__":

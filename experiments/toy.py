@@ -3,15 +3,17 @@
     python -m experiments.toy
     python -m experiments.toy --quick
 
-Twenty points in [-7, 7] of a draw from a zero-mean GP with kernel exp(-(x - x')^2), a hundred test
-points in [-12, 12]. Five models with two standard deviations, DAK with and without residual
-variance; the learning-rate figure; and a table over many draws, because one picture can be lucky.
+The data are twenty points in [-7, 7] of a draw from a zero-mean GP with kernel exp(-(x - x')^2),
+and a hundred test points in [-12, 12]. One figure shows five models with two standard deviations,
+DAK with and without residual variance; another shows the effect of the learning rate. The table is
+over many draws, because one picture can be lucky.
 """
 
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +24,11 @@ import matplotlib.pyplot as plt
 import torch
 import typer
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import models
-from experiments.results import git_commit, write_json
-from models._recipe import Recipe
+from experiments.report import announce_report, markdown_table, newest, save_figure
+from experiments.runs import Job, Line, result_directory, run_all, start
+from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import gaussian_nlpd, rmse
 from pyro_dak.prediction import Prediction
 
@@ -41,9 +43,18 @@ RECIPE = Recipe(
     clip_norm=None,
     num_samples_train=4,
 )
+# The learning rates of the last layer in the second figure, and the models that it compares.
+RATES = (1e-3, 1e-2, 1e-1)
+RATE_MODELS = ("exact DKL", "DAK")
+HEADLINE = {
+    "rmse_inside": "RMSE inside",
+    "nlpd_inside": "NLPD inside",
+    "coverage_inside": "coverage inside",
+    "coverage_outside": "coverage outside",
+}
 # Every Gaussian process is told the noise. DAK's lengthscale is in units of the grid, of which the
-# training points take up about six tenths; the scales are fixed, so that no unit switches off
-# (chosen on the draws 0 to 5, which are not in the table).
+# training points take up about six tenths. The scales are fixed, so that no unit switches off; they
+# were chosen on the draws 0 to 5, which are not in the table.
 NOISE: dict[str, Any] = {"noise_scale": NOISE_SCALE, "learn_noise": False}
 DAK_OPTIONS: dict[str, Any] = {
     "num_units": 2,
@@ -83,7 +94,7 @@ def _dak(residual_variance: bool) -> Callable[[Recipe], Any]:
     return lambda recipe: models.build("dak_cf", 1, feature_dim=32, recipe=recipe, **options)
 
 
-# Each from a recipe to a regressor. The exact GP is given the kernel that drew the function.
+# Each makes a model from a recipe. The exact GP is given the kernel that drew the function.
 PANELS: dict[str, Callable[[Recipe], Any]] = {
     "exact GP": lambda recipe: models.build(
         "exact_gp",
@@ -115,117 +126,123 @@ def score(prediction: Prediction, toy: Toy) -> dict[str, float]:
     return scores
 
 
-def run_panels(seed: int, recipe: Recipe) -> dict[str, tuple[Prediction, dict[str, float]]]:
-    """Every model on one draw."""
-    toy = draw_toy(seed)
-    results = {}
-    for name, build in PANELS.items():
-        model = build(replace(recipe, seed=seed))
-        model.fit(toy.x, toy.y)
-        prediction = model.predict(toy.x_test)
-        results[name] = (prediction, score(prediction, toy))
-    return results
+def make_job(model: str, seed: int, recipe: Recipe, rate: float | None = None) -> Job:
+    """The job of a model on one draw; with a `rate`, that of its last layer in the figure."""
+    recipe = replace(recipe, seed=seed, last_layer_learning_rate=rate)
+    dataset = "toy" if rate is None else "learning rates"
+    return Job("toy", dataset, model, seed, {"recipe": asdict(recipe)})
 
 
-def draw_panels(path: Path, seed: int, results: dict[str, Any]) -> Path:
-    """Mean and two standard deviations of f for each model, with the points and the function."""
-    toy = draw_toy(seed)
-    columns = -(-len(results) // 2)
-    figure, axes = plt.subplots(2, columns, figsize=(3.6 * columns, 5), sharex=True, sharey=True)
-    x = toy.x_test.flatten()
-    for axis, (name, (prediction, _)) in zip(axes.flat, results.items(), strict=False):
-        mean, std = prediction.mean.flatten(), prediction.epistemic.sqrt().flatten()
-        axis.axvspan(-TRAIN_RANGE, TRAIN_RANGE, color="0.96")
-        axis.fill_between(x, mean - 2 * std, mean + 2 * std, color="C0", alpha=0.25, lw=0)
-        axis.plot(x, mean, color="C0", label="mean ± 2 std of f")
-        axis.plot(x, toy.f_test.flatten(), color="0.4", lw=1, ls="--", label="function")
-        axis.plot(toy.x.flatten(), toy.y.flatten(), "k.", ms=5, label="data")
-        axis.set_title(name)
-        axis.set_ylim(-4, 4)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(fontsize=7, loc="lower center")
-    return _save(figure, path)
+def run(job: Job, tell: Callable[[str], None], figure_seed: int) -> dict[str, Any]:
+    """Fit a model to a draw and score it; for the figures keep its prediction and its losses."""
+    torch.set_num_threads(1)
+    toy = draw_toy(job.seed)
+    model = PANELS[job.model](job.recipe)
+    model.fit(toy.x, toy.y)
+    prediction = model.predict(toy.x_test)
+    content: dict[str, Any] = {"metrics": score(prediction, toy)}
+    if job.seed == figure_seed:
+        losses = model.history.column("loss") if model.history.rows else []
+        content["losses"] = losses[:: max(1, len(losses) // 100)]
+        parts = {"mean": prediction.mean, "std": prediction.epistemic.sqrt()}
+        content["prediction"] = {
+            name: [round(value, 5) for value in part.flatten().tolist()]
+            for name, part in parts.items()
+        }
+    return content
 
 
-def draw_learning_rates(path: Path, seed: int, recipe: Recipe) -> tuple[Path, dict[str, Any]]:
-    """Exact DKL and DAK at three learning rates of the last layer: fit above, loss below."""
-    toy = draw_toy(seed)
-    rates = (1e-3, 1e-2, 1e-1)
-    figure, axes = plt.subplots(2, 6, figsize=(18, 5.5))
-    losses: dict[str, Any] = {}
-    x = toy.x_test.flatten()
-    for column, (name, rate) in enumerate((n, r) for n in ("exact DKL", "DAK") for r in rates):
-        model = PANELS[name](replace(recipe, seed=seed, last_layer_learning_rate=rate))
-        model.fit(toy.x, toy.y)
-        prediction = model.predict(toy.x_test)
-        mean, std = prediction.mean.flatten(), prediction.epistemic.sqrt().flatten()
-        top, bottom = axes[0][column], axes[1][column]
-        top.fill_between(x, mean - 2 * std, mean + 2 * std, color="C0", alpha=0.25, lw=0)
-        top.plot(x, mean, color="C0")
-        top.plot(toy.x.flatten(), toy.y.flatten(), "k.", ms=4)
-        top.set_ylim(-4, 4)
-        top.set_title(f"{name}, rate {rate:g}")
-        values = model.history.column("loss")
-        losses[f"{name} {rate:g}"] = values[:: max(1, len(values) // 100)]
-        bottom.plot(values, color="C3", lw=1)
-        bottom.set_xlabel("step")
-        for axis in (top, bottom):
-            axis.spines[["top", "right"]].set_visible(False)
-    axes[1][0].set_ylabel("loss per datum")
-    return _save(figure, path), losses
-
-
-def table(scores: dict[str, list[dict[str, float]]]) -> str:
-    """Mean of each score over the draws, a row per model."""
+def table(runs: list[Line]) -> str:
+    """The mean of each score over the draws, a row per model, as Markdown."""
+    scores: dict[str, list[dict[str, float]]] = {}
+    panels = [run for run in runs if run["config"]["dataset"] == "toy"]
+    for run in newest(panels, lambda run: (run["config"]["model"], run["config"]["seed"])):
+        scores.setdefault(run["config"]["model"], []).append(run["metrics"])
     names = list(next(iter(scores.values()))[0])
-    lines = [
-        "| model | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
-    for model, rows in scores.items():
-        means = [statistics.fmean(row[name] for row in rows) for name in names]
-        lines.append(f"| {model} | " + " | ".join(f"{value:.3f}" for value in means) + " |")
-    return "\n".join(lines)
+    rows = []
+    for model in [name for name in PANELS if name in scores]:
+        means = (statistics.fmean(row[name] for row in scores[model]) for name in names)
+        rows.append([model, *(f"{value:.3f}" for value in means)])
+    num_draws = max(len(values) for values in scores.values())
+    text = f"Means over {num_draws} draws; coverage is of the true function."
+    return f"{text}\n\n{markdown_table(['model', *names], rows)}\n"
 
 
-def _save(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+def draw(runs: list[Line], figures: Path) -> list[Path]:
+    """The panels of one draw, and the learning rates, from the runs that kept their predictions."""
+    kept = [run for run in runs if "prediction" in run]
+    panels = {run["config"]["model"]: run for run in kept if run["config"]["dataset"] == "toy"}
+    rates = [run for run in kept if run["config"]["dataset"] == "learning rates"]
+    paths = [_draw_panels(figures / "panels.png", panels)] if panels else []
+    return paths + ([_draw_rates(figures / "learning_rates.png", rates)] if rates else [])
+
+
+def _draw_fit(axis: Any, run: Line, toy: Toy) -> None:
+    """Mean and two standard deviations of f, with the points."""
+    x = toy.x_test.flatten()
+    mean, std = (torch.tensor(run["prediction"][name]) for name in ("mean", "std"))
+    axis.fill_between(x, mean - 2 * std, mean + 2 * std, color="C0", alpha=0.25, lw=0)
+    axis.plot(x, mean, color="C0", label="mean ± 2 std of f")
+    axis.plot(toy.x.flatten(), toy.y.flatten(), "k.", ms=5, label="data")
+    axis.set_ylim(-4, 4)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_panels(path: Path, runs: dict[str, Line]) -> Path:
+    columns = -(-len(runs) // 2)
+    size = (3.6 * columns, 5)
+    figure, axes = plt.subplots(2, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    names = [name for name in PANELS if name in runs]
+    for axis, name in zip(axes.flat, names, strict=False):
+        toy = draw_toy(runs[name]["config"]["seed"])
+        axis.axvspan(-TRAIN_RANGE, TRAIN_RANGE, color="0.96")
+        _draw_fit(axis, runs[name], toy)
+        x, f = toy.x_test.flatten(), toy.f_test.flatten()
+        axis.plot(x, f, color="0.4", lw=1, ls="--", label="function")
+        axis.set_title(name)
+    axes[0][0].legend(fontsize=7, loc="lower center")
+    return save_figure(figure, path)
+
+
+def _draw_rates(path: Path, runs: list[Line]) -> Path:
+    """The fit above, the loss below."""
+    figure, axes = plt.subplots(2, len(runs), figsize=(3 * len(runs), 5.5), squeeze=False)
+    for top, bottom, run in zip(*axes, runs, strict=True):
+        config, losses = run["config"], run["losses"]
+        _draw_fit(top, run, draw_toy(config["seed"]))
+        top.set_title(f"{config['model']}, rate {config['recipe']['last_layer_learning_rate']:g}")
+        stride = config["recipe"]["epochs"] / len(losses)
+        bottom.plot([stride * i for i in range(len(losses))], losses, color="C3", lw=1)
+        bottom.set_xlabel("step")
+        bottom.spines[["top", "right"]].set_visible(False)
+    axes[1][0].set_ylabel("loss per datum")
+    return save_figure(figure, path)
+
+
+def label(job: Job) -> str:
+    """What a job is called on the screen."""
+    rate = job.recipe.last_layer_learning_rate
+    return f"toy {job.model}, draw {job.seed}" + ("" if rate is None else f", rate {rate:g}")
 
 
 def main(
     draws: Annotated[int, typer.Option(help="Toy functions in the table.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the first draw, the one drawn in figures.")] = 100,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results/toy"),
-    quick: Annotated[bool, typer.Option(help="One draw, 20 steps.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the first draw, the one in the figures.")] = 100,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Else results/toy.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write to results/draft/toy.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft: one draw, 20 steps.")] = False,
 ) -> None:
-    """Fit all models to all draws; write the table, the scores and the figures."""
-    torch.set_num_threads(1)
+    """Fit all models to all draws, then write the table and the figures."""
     recipe = replace(RECIPE, epochs=20) if quick else RECIPE
-    scores: dict[str, list[dict[str, float]]] = {name: [] for name in PANELS}
-    paths = []
-    for number in tqdm(range(1 if quick else draws), unit="draw"):
-        results = run_panels(seed + number, recipe)
-        if number == 0:
-            paths.append(draw_panels(out / "panels.png", seed, results))
-        for name, (_, row) in results.items():
-            scores[name].append(row)
-    path, losses = draw_learning_rates(out / "learning_rates.png", seed, recipe)
-    text = table(scores)
-    write_json(
-        out / "scores.json",
-        {"scores": scores, "losses": losses, "seed": seed, "commit": git_commit()},
-    )
-    (out / "table.md").write_text(
-        f"Means over {len(scores['DAK'])} draws; coverage is of the true function.\n\n{text}\n"
-    )
-    print(text)
-    for written in (*paths, path, out / "scores.json", out / "table.md"):
-        print(written)
+    seeds = range(seed, seed + (1 if quick else draws))
+    jobs = [make_job(name, number, recipe) for number in seeds for name in PANELS]
+    jobs += [make_job(name, seed, recipe, rate) for name in RATE_MODELS for rate in RATES]
+    directory = result_directory("toy", out, draft or quick)
+    run_fn = partial(run, figure_seed=seed)
+    run_all(jobs, run_fn, directory, HEADLINE, resume=resume, label_fn=label)
+    announce_report(directory)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

@@ -4,26 +4,35 @@
     python -m experiments.uci --quick
 
 Every fold has a fresh model, optimiser and scaler, and sees its training rows only: statistics of
-inputs and targets come from them. A run is one json under the results directory; a run that is
-there already is not made again unless `--no-resume`.
+inputs and targets come from them. A run that is recorded already is not made again unless
+`--no-resume`.
 """
 
-import multiprocessing
+import math
+import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
 import typer
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import models
+from experiments import paper
 from experiments.datasets import load_regression
-from experiments.results import git_commit, read_json, write_json
-from models._recipe import Recipe
+from experiments.report import add_spread, announce_report, markdown_table, newest, save_figure
+from experiments.runs import Job, Line, result_directory, run_all, start
+from models.shared.recipe import Recipe
+from pyro_dak.diagnostics.calibration import coverage_curve, gaussian_pit
 from pyro_dak.diagnostics.scores import (
     gaussian_crps,
     gaussian_nlpd,
@@ -40,6 +49,14 @@ MODELS = ("dak_cf", "dak_mc", *BASELINES)
 LEVELS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 # The noise variance of an untrained GPyTorch likelihood, through which the paper's NLPD is taken.
 PAPER_NOISE_VAR = 0.6932
+HEADLINE = {
+    "rmse": "RMSE",
+    "nlpd": "NLPD",
+    "coverage_95": "95 % coverage",
+    "epoch_seconds": "s/epoch",
+}
+_ORDER = list(paper.MODELS.values())
+_COVERAGE = (0.90, 0.98)  # what a 95 % interval may cover
 
 
 @dataclass(frozen=True)
@@ -88,30 +105,37 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run: a fold of a data set with a model."""
-
-    dataset: str
-    model: str
-    feature_dim: int
-    preset: str
-    fold: int
-    num_folds: int
-    seed: int
-    device: str
-    data_root: str | None
-    max_rows: int | None
-    epochs: int | None
-
-    def path(self, results: Path) -> Path:
-        """Where its result goes."""
-        name = f"{self.model}-{self.feature_dim}-fold{self.fold}of{self.num_folds}.json"
-        return results / self.preset / self.dataset / name
+def make_job(
+    dataset: str,
+    model: str,
+    preset: str,
+    fold: int,
+    num_folds: int,
+    *,
+    feature_dim: int = 64,
+    seed: int = 0,
+    epochs: int | None = None,
+    max_rows: int | None = None,
+    device: str = "cpu",
+) -> Job:
+    """The job of one fold of a data set with a model."""
+    chosen = PRESETS[preset]
+    epochs = epochs or chosen.recipe.epochs
+    recipe = replace(chosen.recipe, seed=seed + fold, device=device, epochs=epochs)
+    settings = {
+        "feature_dim": feature_dim,
+        "preset": preset,
+        "fold": fold,
+        "num_folds": num_folds,
+        "max_rows": max_rows,
+        "recipe": asdict(recipe),
+        "options": chosen.options.get(model, {}),
+    }
+    return Job("uci", dataset, model, seed, settings)
 
 
 def folds(num_rows: int, num_folds: int, seed: int = 0) -> list[Tensor]:
-    """Test rows of each fold: a random permutation cut into nearly equal parts."""
+    """The test rows of each fold: a random permutation cut into nearly equal parts."""
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
     return list(order.tensor_split(num_folds))
 
@@ -142,10 +166,9 @@ def score(prediction: Prediction, y: Tensor, scale: float) -> dict[str, Any]:
     mean, y = scale * prediction.mean.double(), scale * y.double()
     var = scale**2 * prediction.variance.double()
     epistemic = scale**2 * prediction.epistemic.double()
-    std = var.sqrt()
-    normal = torch.distributions.Normal(mean, std)
-    pit = normal.cdf(y)
+    normal = torch.distributions.Normal(mean, var.sqrt())
     lower, upper = normal.icdf(torch.tensor(0.025)), normal.icdf(torch.tensor(0.975))
+    levels = torch.tensor(LEVELS, dtype=torch.float64)
     return {
         "rmse": float(rmse(y, mean)),
         "nlpd": float(gaussian_nlpd(y, mean, var)),
@@ -153,7 +176,7 @@ def score(prediction: Prediction, y: Tensor, scale: float) -> dict[str, Any]:
         "crps": float(gaussian_crps(y, mean, var)),
         "coverage_95": float(interval_coverage(y, lower, upper)),
         "width_95": float(interval_width(lower, upper)),
-        "coverage": [float(((pit - 0.5).abs() <= level / 2).double().mean()) for level in LEVELS],
+        "coverage": coverage_curve(gaussian_pit(y, mean, var), levels).tolist(),
     }
 
 
@@ -164,75 +187,217 @@ def has_twin(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor) -> Tensor:
     return torch.tensor([row.numpy().tobytes() in seen for row in rows])
 
 
-def run(job: Job) -> dict[str, Any]:
+def _twin_scores(prediction: Prediction, rows: dict[str, Tensor], scale: float) -> dict[str, float]:
+    """The share of test rows with a twin, and the scores of those without where both exist."""
+    twin = has_twin(rows["x"], rows["y"], rows["x_test"], rows["y_test"])
+    scores = {"twins": float(twin.double().mean())}
+    if 0 < twin.sum() < len(twin):
+        own = ~twin
+        mean, var = prediction.mean[own].double(), prediction.variance[own].double()
+        target = rows["y_test"][own].double()
+        scores["rmse_distinct"] = scale * float(rmse(target, mean))
+        scores["nlpd_distinct"] = float(gaussian_nlpd(scale * target, scale * mean, scale**2 * var))
+    return scores
+
+
+def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> dict[str, Any]:
     """Train and test one fold."""
     torch.set_num_threads(1)
-    preset = PRESETS[job.preset]
-    x, y = load_regression(job.dataset, job.data_root)
-    if job.max_rows is not None:
-        x, y = x[: job.max_rows], y[: job.max_rows]
-    rows, scale = prepare(x, y, folds(len(x), job.num_folds)[job.fold], preset.standardize)
-    recipe = replace(preset.recipe, seed=job.seed + job.fold, device=job.device)
-    if job.epochs is not None:
-        recipe = replace(recipe, epochs=job.epochs)
-    options = preset.options.get(job.model, {})
-    model = models.build(
-        job.model, x.shape[1], feature_dim=job.feature_dim, recipe=recipe, **options
-    )
+    settings, recipe = job.settings, job.recipe
+    x, y = load_regression(job.dataset, data_root)
+    x, y = x[: settings["max_rows"]], y[: settings["max_rows"]]
+    test_rows = folds(len(x), settings["num_folds"])[settings["fold"]]
+    rows, scale = prepare(x, y, test_rows, PRESETS[settings["preset"]].standardize)
+    feature_dim, options = settings["feature_dim"], settings["options"]
+    model = models.build(job.model, x.shape[1], feature_dim=feature_dim, recipe=recipe, **options)
     start = time.perf_counter()
     model.fit(rows["x"], rows["y"])
     train_seconds = time.perf_counter() - start
     start = time.perf_counter()
     prediction = model.predict(rows["x_test"])
     predict_seconds = time.perf_counter() - start
-    metrics = score(prediction, rows["y_test"], scale)
-    twin = has_twin(rows["x"], rows["y"], rows["x_test"], rows["y_test"])
-    metrics["twins"] = float(twin.double().mean())
-    if 0 < twin.sum() < len(twin):
-        own = ~twin
-        mean, var = prediction.mean[own].double(), prediction.variance[own].double()
-        target = rows["y_test"][own].double()
-        metrics["rmse_distinct"] = scale * float(rmse(target, mean))
-        metrics["nlpd_distinct"] = float(
-            gaussian_nlpd(scale * target, scale * mean, scale**2 * var)
-        )
     seconds = sorted(model.epoch_seconds)
+    metrics = score(prediction, rows["y_test"], scale) | _twin_scores(prediction, rows, scale)
     metrics |= {
         "epoch_seconds": seconds[len(seconds) // 2],
         "train_seconds": train_seconds,
         "predict_seconds": predict_seconds,
         "parameters": model.num_parameters,
     }
-    config = asdict(job) | {"recipe": asdict(recipe), "options": options}
-    config.pop("data_root")
-    return {"config": config, "metrics": metrics, "commit": git_commit()}
+    return {"metrics": metrics}
 
 
-def run_all(jobs: list[Job], results: Path, resume: bool, num_workers: int) -> None:
-    """Run the jobs that have no result yet; each result is written as it comes."""
-    left = [job for job in jobs if not (resume and read_json(job.path(results)))]
-    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are there already; {len(left)} to make.")
-    with tqdm(total=len(left), unit="run") as bar:
-        for job, result in _results(left, num_workers):
-            write_json(job.path(results), result)
-            metrics = result["metrics"]
-            bar.write(
-                f"{job.dataset:13s} {job.model:8s} {job.feature_dim:4d} fold {job.fold}: rmse "
-                f"{metrics['rmse']:.4f} nlpd {metrics['nlpd']:.3f} coverage "
-                f"{metrics['coverage_95']:.3f} {metrics['train_seconds']:.0f} s"
-            )
-            bar.update()
+class Key(NamedTuple):
+    """What the runs have in common that are averaged over folds."""
+
+    preset: str
+    dataset: str
+    model: str
+    feature_dim: int
+
+    @classmethod
+    def of(cls, run: Line) -> "Key":
+        """The key of a run."""
+        return cls(*(run["config"][name] for name in cls._fields))
 
 
-def _results(jobs: list[Job], num_workers: int) -> Any:
-    if num_workers == 1:
-        yield from ((job, run(job)) for job in jobs)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-        futures = {pool.submit(run, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+Summaries = dict[Key, dict[str, Any]]
+_METRICS = (
+    "rmse",
+    "nlpd",
+    "nlpd_paper",
+    "crps",
+    "coverage_95",
+    "epoch_seconds",
+    "train_seconds",
+    "parameters",
+    "rmse_distinct",
+)
+
+
+def aggregate(runs: list[Line]) -> Summaries:
+    """Mean and standard deviation over folds of every metric, for each `Key`."""
+    groups: dict[Key, list[Line]] = defaultdict(list)
+    for run in newest(runs, _fold):
+        groups[Key.of(run)].append(run)
+    return {key: _summary(groups[key]) for key in sorted(groups, key=_place)}
+
+
+def _fold(run: Line) -> tuple[Any, ...]:
+    return *Key.of(run), run["config"]["fold"], run["config"]["num_folds"]
+
+
+def _place(key: Key) -> tuple[Any, ...]:
+    place = _ORDER.index(key.model) if key.model in _ORDER else len(_ORDER)
+    return key.preset, key.dataset, key.feature_dim, place
+
+
+def _summary(group: list[Line]) -> dict[str, Any]:
+    epochs = sorted({run["config"]["recipe"]["epochs"] for run in group})
+    summary: dict[str, Any] = {"folds": len(group), "epochs": ", ".join(map(str, epochs))}
+    for name in _METRICS:
+        values = [run["metrics"][name] for run in group if name in run["metrics"]]
+        if values:
+            add_spread(summary, name, values)
+    levels = zip(*(run["metrics"]["coverage"] for run in group), strict=True)
+    summary["coverage"] = [statistics.fmean(values) for values in levels]
+    return summary
+
+
+def misses(key: Key, summaries: Summaries) -> list[str]:
+    """What a DAK falls short of: the paper's RMSE, calibration, and the baselines run beside it."""
+    if not key.model.startswith("dak"):
+        return []
+    own, found = summaries[key], []
+    if own["rmse"] > paper.REGRESSION.get(key[1:], {}).get("rmse", math.inf):
+        found.append("RMSE above the paper's")
+    if not _COVERAGE[0] <= own["coverage_95"] <= _COVERAGE[1]:
+        found.append(f"coverage not in {_COVERAGE[0]:.2f}-{_COVERAGE[1]:.2f}")
+    others = {name: summaries.get(key._replace(model=name)) for name in _ORDER}
+    others = {name: s for name, s in others.items() if s and not name.startswith("dak")}
+    for metric in ("rmse", "nlpd"):
+        better = [name for name, s in others.items() if s[metric] < own[metric]]
+        if better:
+            found.append(f"{metric.upper()} of {', '.join(better)} is lower")
+    return found
+
+
+def table(runs: list[Line]) -> str:
+    """Means over folds beside the paper's RMSE, as Markdown."""
+    text = (
+        "Mean ± standard deviation over folds. `paper` is the RMSE printed in the paper's Table 1; "
+        "NLPD is that of the full predictive distribution, `NLPD paper` uses the paper's "
+        "formula, with a noise variance fixed at 0.693."
+    )
+    columns = (
+        "preset | set | D_w | model | folds | epochs | RMSE | paper | NLPD | NLPD paper | CRPS "
+        "| 95 % coverage | s/epoch | parameters | RMSE, distinct rows | misses"
+    ).split(" | ")
+    summaries = aggregate(runs)
+    rows = []
+    for key, s in summaries.items():
+        printed = paper.REGRESSION.get(key[1:], {}).get("rmse", "")
+        row = [key.preset, key.dataset, str(key.feature_dim), key.model, str(s["folds"])]
+        row += [s["epochs"], f"{s['rmse']:.4f} ± {s['rmse_std']:.4f}", str(printed)]
+        row += [f"{s['nlpd']:.3f} ± {s['nlpd_std']:.3f}", f"{s['nlpd_paper']:.3f}"]
+        row += [f"{s['crps']:.4f}", f"{s['coverage_95']:.3f}", f"{s['epoch_seconds']:.3f}"]
+        row += [f"{s['parameters']:.0f}"]
+        row += [f"{s['rmse_distinct']:.4f}" if "rmse_distinct" in s else ""]
+        rows.append([*row, "; ".join(misses(key, summaries))])
+    return f"{text}\n\n{markdown_table(columns, rows)}\n"
+
+
+def draw(runs: list[Line], figures: Path) -> list[Path]:
+    """For each preset: scores, scores against time, and calibration."""
+    summaries, paths = aggregate(runs), []
+    for preset in sorted({key.preset for key in summaries}):
+        chosen = {key: s for key, s in summaries.items() if key.preset == preset}
+        paths.append(_draw_scores(figures / f"scores-{preset}.png", chosen))
+        paths.append(_draw_time(figures / f"time-{preset}.png", chosen))
+        paths.append(_draw_calibration(figures / f"calibration-{preset}.png", chosen))
+    return paths
+
+
+def _panels(
+    summaries: Summaries, num_rows: int, width: float, height: float
+) -> tuple[Any, Any, dict[str, dict[str, dict[str, Any]]], list[str]]:
+    """A column of axes for each set, and the summaries by set and model, of the usual D_w."""
+    dims = [key.feature_dim for key in summaries]
+    dim = max(set(dims), key=dims.count)
+    by_set: dict[str, dict[str, dict[str, Any]]] = {key.dataset: {} for key in summaries}
+    for key, s in summaries.items():
+        if key.feature_dim == dim:
+            by_set[key.dataset][key.model] = s
+    present = {key.model for key in summaries}
+    names = [m for m in _ORDER if m in present] + sorted(present - set(_ORDER))
+    size = (width * len(by_set), height)
+    figure, axes = plt.subplots(num_rows, len(by_set), figsize=size, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis, dataset in zip(axes[0], by_set, strict=True):
+        axis.set_title(dataset)
+    return figure, axes, by_set, names
+
+
+def _draw_scores(path: Path, summaries: Summaries) -> Path:
+    figure, axes, by_set, names = _panels(summaries, 2, 2.4, 5)
+    for row, metric in enumerate(("rmse", "nlpd")):
+        axes[row][0].set_ylabel(metric.upper())
+        for axis, found in zip(axes[row], by_set.values(), strict=True):
+            for x, name in enumerate(names):
+                if name in found:
+                    std = found[name][f"{metric}_std"]
+                    error = 0 if math.isnan(std) else std
+                    axis.errorbar(x, found[name][metric], error, fmt="o", color=f"C{x}", capsize=3)
+            axis.set_xticks(range(len(names)), names if row else [], rotation=60, ha="right")
+            axis.set_xlim(-0.5, len(names) - 0.5)
+    return save_figure(figure, path)
+
+
+def _draw_time(path: Path, summaries: Summaries) -> Path:
+    figure, axes, by_set, names = _panels(summaries, 1, 2.6, 2.8)
+    for axis, found in zip(axes[0], by_set.values(), strict=True):
+        for x, name in enumerate(names):
+            if name in found:
+                s = found[name]
+                axis.loglog(s["train_seconds"], s["rmse"], "o", color=f"C{x}", label=name)
+        axis.set_xlabel("training, s")
+    axes[0][0].set_ylabel("RMSE")
+    axes[0][-1].legend(fontsize=7)
+    return save_figure(figure, path)
+
+
+def _draw_calibration(path: Path, summaries: Summaries) -> Path:
+    figure, axes, by_set, names = _panels(summaries, 1, 2.6, 2.8)
+    for axis, found in zip(axes[0], by_set.values(), strict=True):
+        axis.plot([0, 1], [0, 1], color="0.7", lw=1)
+        for x, name in enumerate(names):
+            if name in found:
+                axis.plot(LEVELS, found[name]["coverage"], color=f"C{x}", lw=1.2, label=name)
+        axis.set_xlabel("nominal")
+    axes[0][0].set_ylabel("coverage")
+    axes[0][-1].legend(fontsize=7)
+    return save_figure(figure, path)
 
 
 def main(
@@ -240,48 +405,59 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="Models of the board.")] = None,
     feature_dim: Annotated[list[int] | None, typer.Option(help="D_w; 64.")] = None,
     num_folds: Annotated[int, typer.Option("--folds", help="Folds of the data.")] = 5,
-    only_folds: Annotated[int | None, typer.Option(help="Run the first so many only.")] = None,
+    only_folds: Annotated[int | None, typer.Option(help="Run only so many of them.")] = None,
     preset: Annotated[str, typer.Option(help="paper or best.")] = "best",
     epochs: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     seed: Annotated[int, typer.Option(help="Of models and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     jobs: Annotated[int, typer.Option(help="Processes, one thread each.")] = 1,
-    resume: Annotated[bool, typer.Option(help="Keep runs that are there.")] = True,
+    resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("results/uci"),
-    quick: Annotated[bool, typer.Option(help="A few rows, one epoch, two models.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Else results/uci.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Write to results/draft/uci.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft of 100 rows, 2 epochs.")] = False,
 ) -> None:
-    """Run the experiment, then write its tables and figures."""
-    from experiments.uci_report import write_report
-
+    """Make the runs, then write the table and the figures."""
     check_choice("preset", preset, PRESETS)
-    datasets = dataset or (["diabetes"] if quick else list(PAPER_SETS))
     names = model or (["dak_cf", "nn"] if quick else list(MODELS))
     for name in names:
         check_choice("model", name, models.names())
+    num_folds = 2 if quick else num_folds
     todo = [
-        Job(
-            dataset=set_name,
-            model=name,
+        make_job(
+            set_name,
+            name,
+            preset,
+            fold,
+            num_folds,
             feature_dim=dim,
-            preset=preset,
-            fold=fold,
-            num_folds=2 if quick else num_folds,
             seed=seed,
-            device=device,
-            data_root=data_root,
+            epochs=epochs or (2 if quick else None),
             max_rows=100 if quick else None,
-            epochs=2 if quick and epochs is None else epochs,
+            device=device,
         )
-        for set_name in datasets
+        for set_name in dataset or (["diabetes"] if quick else PAPER_SETS)
         for name in names
-        for dim in (feature_dim or [64])
-        for fold in range(2 if quick else min(only_folds or num_folds, num_folds))
+        for dim in feature_dim or [64]
+        for fold in range(min(only_folds or num_folds, num_folds))
     ]
-    run_all(todo, out, resume, jobs)
-    for path in write_report(out):
-        print(path)
+    directory = result_directory("uci", out, draft or quick)
+    run_all(
+        todo,
+        partial(run, data_root=data_root),
+        directory,
+        HEADLINE,
+        resume=resume,
+        num_workers=jobs,
+        label_fn=label,
+    )
+    announce_report(directory)
+
+
+def label(job: Job) -> str:
+    """What a job is called on the screen."""
+    return f"{job.dataset} {job.model}, fold {job.settings['fold']}"
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

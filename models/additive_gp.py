@@ -14,7 +14,7 @@ def build(
     level: int = 7,
     **options: Any,
 ) -> DAK:
-    """The inputs are taken as they are and should lie within `bounds`. Options: those of `DAK`."""
+    """A DAK of the raw inputs, which should lie within `bounds`. The options are those of `DAK`."""
     return DAK(
         nn.Identity(),
         feature_dim=input_dim,

@@ -5,17 +5,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models._baseline import Baseline
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.backbones import backbone
+from models.shared.baseline import TableBaseline
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.validation import check_choice
 
 
 class Amortised(NamedTuple):
-    """What the network says of each input: locations Z `(N, C, M, D_w)`, mean and Cholesky of q(u).
+    """What the network says of each input: the inducing points Z and q(u).
 
-    The mean is `(N, C, M)`, the factor `(N, C, M, M)`.
+    The locations are `(N, C, M, D_w)`, the mean `(N, C, M)`, the Cholesky factor `(N, C, M, M)`.
     """
 
     locations: Tensor
@@ -57,9 +58,9 @@ class Amortisation(nn.Module):
 
 
 class SEProcess(nn.Module):
-    """Prior process: constant mean, k(a, b) = outputscale exp(-|a - b|^2 / (2 lengthscale^2)).
+    """A prior with constant mean, k(a, b) = outputscale exp(-|a - b|^2 / (2 lengthscale^2)).
 
-    Both start where GPyTorch starts them, at log 2.
+    Both scales start where GPyTorch starts them, at log 2.
     """
 
     def __init__(self, jitter: float = 1e-4):
@@ -84,7 +85,7 @@ class SEProcess(nn.Module):
         )
 
 
-class AVDKL(Baseline):
+class AVDKL(TableBaseline):
     """q(f(x)) from the conditional of f(x) given the inducing variables u of x alone.
 
     With L L^T = k(Z, Z), w = L^{-1} k(Z, g), u = mean + L v and q(v) = N(m, A A^T):
@@ -162,8 +163,8 @@ def build(
         recipe: the settings of the training.
         num_inducing: inducing points of each input and output.
         covariance: "full" or "diagonal", of the inducing variables of an input.
-        is_whitened: whether the network's mean and factor are of L^{-1} (u - mean), which is
-            as good and a quarter faster, or of u itself.
+        is_whitened: whether the network's mean and factor are those of L^{-1} (u - mean), which
+            is as good and a quarter faster, or those of u itself.
         noise_scale: standard deviation of the noise, or its start.
         learn_noise: whether it is trained.
     """

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models._recipe import backbone
+from models.shared.backbones import backbone
 from pyro_dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 
@@ -17,7 +17,7 @@ def build(
     relu_output: bool = False,
     **options: Any,
 ) -> DAK:
-    """The module itself, not a regressor. Options: those of `DAK`."""
+    """The `DAK` itself, without training. The options are those of `DAK`."""
     return DAK(
         backbone(input_dim, feature_dim, relu_output=relu_output),
         feature_dim=feature_dim,

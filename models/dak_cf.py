@@ -1,9 +1,9 @@
-"""DAK-CF: deep additive kernel, trained and predicting in closed form."""
+"""DAK-CF: a deep additive kernel that is trained and predicts in closed form."""
 
 from typing import Any
 
-from models._dak import DAKRegressor, build_regressor
-from models._recipe import DEFAULT_RECIPE, Recipe
+from models.shared.dak import DAKOnTables, build_on_tables
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import ClosedFormELBO
 
 
@@ -13,8 +13,8 @@ def build(
     feature_dim: int = 64,
     recipe: Recipe = DEFAULT_RECIPE,
     **options: Any,
-) -> DAKRegressor:
-    """DAK on the backbone of the paper, with the mean-field guide and the exact bound.
+) -> DAKOnTables:
+    """A DAK on the backbone of the paper, with the mean-field guide and the exact bound.
 
     Args:
         input_dim: D.
@@ -26,6 +26,6 @@ def build(
             `init_scale` (0.1), `residual_variance` (False), `unit_scale` (None: learned, else
             fixed), `relu_output` (False), and those of `DAK`: `scaling`, `linear_term`, `prior`.
     """
-    return build_regressor(
+    return build_on_tables(
         ClosedFormELBO(), input_dim, num_outputs, feature_dim, recipe, num_samples=None, **options
     )

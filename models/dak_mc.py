@@ -1,9 +1,9 @@
-"""DAK-MC: deep additive kernel with Monte Carlo, over f in training, over weights in prediction."""
+"""DAK-MC: a deep additive kernel that draws f in training and the weights in prediction."""
 
 from typing import Any
 
-from models._dak import DAKRegressor, build_regressor
-from models._recipe import DEFAULT_RECIPE, Recipe
+from models.shared.dak import DAKOnTables, build_on_tables
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import LocalReparamELBO
 
 
@@ -14,8 +14,8 @@ def build(
     recipe: Recipe = DEFAULT_RECIPE,
     closed_form_prediction: bool = False,
     **options: Any,
-) -> DAKRegressor:
-    """DAK on the backbone of the paper, with the mean-field guide and a sampled bound.
+) -> DAKOnTables:
+    """A DAK on the backbone of the paper, with the mean-field guide and a sampled bound.
 
     Args:
         input_dim: D.
@@ -23,11 +23,11 @@ def build(
         feature_dim: D_w.
         recipe: the settings of the training; `num_samples_train` draws of f per row in training,
             `num_samples_test` draws of the weights in prediction.
-        closed_form_prediction: predict without draws instead.
+        closed_form_prediction: whether predictions are made without draws instead.
         options: those of `dak_cf`.
     """
     num_samples = None if closed_form_prediction else recipe.num_samples_test
     objective = LocalReparamELBO(recipe.num_samples_train)
-    return build_regressor(
+    return build_on_tables(
         objective, input_dim, num_outputs, feature_dim, recipe, num_samples=num_samples, **options
     )

@@ -5,14 +5,18 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models._baseline import Baseline, only_one_output
-from models._gpytorch import gpytorch_likelihood, initial_inducing_points
-from models._recipe import DEFAULT_RECIPE, Recipe, seeded
+from models.shared.baseline import only_one_output
+from models.shared.gpytorch import (
+    GPyTorchRegressor,
+    gpytorch_likelihood,
+    initial_inducing_points,
+)
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class Layer(gpytorch.models.deep_gps.DeepGPLayer):
-    """Independent sparse GPs with SE kernels; `output_dim` None is one without that dimension."""
+    """Independent sparse GPs with SE kernels; with `output_dim` None there is a single one."""
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class Layer(gpytorch.models.deep_gps.DeepGPLayer):
 
 
 class TwoLayers(gpytorch.models.deep_gps.DeepGP):
-    """Hidden layer with a linear mean that starts as the identity, then one GP."""
+    """A hidden layer with a linear mean that starts as the identity, then one GP."""
 
     def __init__(self, input_dim: int, hidden_dim: int, num_inducing: int):
         super().__init__()
@@ -54,33 +58,28 @@ class TwoLayers(gpytorch.models.deep_gps.DeepGP):
         return self.last(self.hidden(x))
 
 
-class DGP(Baseline):
-    """Draws of the hidden layer per row: `num_samples_train` and `num_samples_test`.
+class DGP(GPyTorchRegressor):
+    """There are `num_samples_train` and `num_samples_test` draws of the hidden layer per row.
 
     Inducing points start at training rows, and the hidden layer nearly without variance, so that
     the model starts as a sparse GP.
     """
 
-    def __init__(self, input_dim: int, gp: TwoLayers, likelihood: nn.Module, recipe: Recipe):
-        super().__init__(input_dim, 1, nn.Identity(), nn.ModuleList([gp, likelihood]), recipe)
-        self.gp, self.likelihood = gp, likelihood
-
     @torch.no_grad()
-    def prepare(self, x: Tensor, y: Tensor) -> Recipe:
+    def prepare(self, x: Tensor, y: Tensor) -> None:
+        super().prepare(x, y)
+        self.bound = gpytorch.mlls.DeepApproximateMLL(self.bound)
         hidden, last = (layer.variational_strategy for layer in (self.gp.hidden, self.gp.last))
         points = initial_inducing_points(x, hidden.inducing_points.shape[-2])
         hidden.inducing_points.copy_(points.expand_as(hidden.inducing_points))
         last.inducing_points.copy_(self.gp.hidden.mean_module(points).mT)
         hidden._variational_distribution.chol_variational_covar.mul_(1e-2)
         hidden.variational_params_initialized.fill_(1)
-        bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.gp, num_data=len(x))
-        self.bound = gpytorch.mlls.DeepApproximateMLL(bound)
-        return self.recipe
 
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
-        """Minus the ELBO, per datum, estimated by draws of the hidden layer."""
+        """Minus the ELBO, per row, estimated by draws of the hidden layer."""
         with gpytorch.settings.num_likelihood_samples(self.recipe.num_samples_train):
-            return -self.bound(self.gp(x), y[:, 0])
+            return super().loss(x, y, num_data)
 
     def function_moments(self, x: Tensor) -> FunctionMoments:
         """Mean and variance of the mixture over the draws."""
@@ -88,10 +87,6 @@ class DGP(Baseline):
             q = self.gp(x)
         mean, spread = q.mean.mean(0), q.mean.var(0, correction=0)
         return FunctionMoments(mean.unsqueeze(-1), (q.variance.mean(0) + spread).unsqueeze(-1))
-
-    @property
-    def noise_scale(self) -> Tensor:
-        return self.likelihood.noise[0].sqrt()
 
 
 def build(
@@ -106,10 +101,10 @@ def build(
 ) -> DGP:
     """Two layers of GPs; the hidden one is as wide as the inputs, at most 30, if not given.
 
-    There are no features: `feature_dim` is idle.
+    `feature_dim` is not used, because there are no features.
     """
     only_one_output(num_outputs)
     with seeded(recipe.seed):
         gp = TwoLayers(input_dim, hidden_dim or min(input_dim, 30), num_inducing)
     likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    return DGP(input_dim, gp, likelihood, recipe)
+    return DGP(input_dim, nn.Identity(), gp, likelihood, recipe)

@@ -1,9 +1,10 @@
 """Exact DKL: an exact Gaussian process on the features of the backbone, trained with it."""
 
-from models._baseline import only_one_output
-from models._exact import ExactRegressor
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from typing import Any
+
+from models.shared.backbones import backbone
+from models.shared.exact import ExactRegressor
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 def build(
@@ -11,13 +12,13 @@ def build(
     num_outputs: int = 1,
     feature_dim: int = 64,
     recipe: Recipe = DEFAULT_RECIPE,
-    noise_scale: float = 0.5,
-    learn_noise: bool = True,
     relu_output: bool = False,
+    **options: Any,
 ) -> ExactRegressor:
-    """Network and kernel are trained together by marginal likelihood; cost O(N^3)."""
-    only_one_output(num_outputs)
+    """An exact GP whose network and kernel are trained by marginal likelihood, at a cost O(N^3).
+
+    The options are `noise_scale` (0.5) and `learn_noise` (True).
+    """
     with seeded(recipe.seed):
         network = backbone(input_dim, feature_dim, relu_output=relu_output)
-    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    return ExactRegressor(input_dim, network, likelihood, recipe)
+    return ExactRegressor(input_dim, num_outputs, network, recipe, **options)

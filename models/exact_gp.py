@@ -2,10 +2,8 @@
 
 from torch import nn
 
-from models._baseline import only_one_output
-from models._exact import ExactRegressor
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe
+from models.shared.exact import ExactRegressor
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 
 
 def build(
@@ -18,14 +16,13 @@ def build(
     lengthscale: float | None = None,
     learn_kernel: bool = True,
 ) -> ExactRegressor:
-    """Trained by marginal likelihood; cost O(N^3). There are no features: `feature_dim` is idle.
+    """An exact GP, trained by marginal likelihood at a cost O(N^3). `feature_dim` is not used.
 
     With `learn_kernel=False` the mean is zero and the kernel is the unit-variance SE kernel of the
     given lengthscale, for data whose kernel is known.
     """
-    only_one_output(num_outputs)
-    likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    regressor = ExactRegressor(input_dim, nn.Identity(), likelihood, recipe)
+    identity = nn.Identity()
+    regressor = ExactRegressor(input_dim, num_outputs, identity, recipe, noise_scale, learn_noise)
     kernel = regressor.gp.covar_module
     if lengthscale is not None:
         kernel.base_kernel.lengthscale = lengthscale

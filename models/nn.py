@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from models._baseline import Baseline
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
+from models.shared.backbones import backbone
+from models.shared.baseline import TableBaseline
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
 
 
-class NeuralNetwork(Baseline):
-    """y ~ N(network(x), noise_scale^2): no epistemic variance."""
+class NeuralNetwork(TableBaseline):
+    """y ~ N(network(x), noise_scale^2). There is no epistemic variance."""
 
     last_layer: GaussianLikelihood
 

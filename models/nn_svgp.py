@@ -1,67 +1,35 @@
 """NN+SVGP: a sparse variational Gaussian process of GPyTorch on the features of the backbone."""
 
-import gpytorch
 import torch
-from gpytorch.distributions import MultivariateNormal
-from torch import Tensor, nn
+from torch import Tensor
 
-from models._baseline import Baseline, only_one_output
-from models._gpytorch import gpytorch_likelihood, initial_inducing_points
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
-from pyro_dak.additive.gaussian import FunctionMoments
+from models.shared.backbones import backbone
+from models.shared.baseline import only_one_output
+from models.shared.gpytorch import (
+    GPyTorchRegressor,
+    SEProcesses,
+    gpytorch_likelihood,
+    initial_inducing_points,
+    sparse_strategy,
+)
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
-class SparseGP(gpytorch.models.ApproximateGP):
-    """SE kernel, constant mean, learned inducing points, full covariance of q(u), whitened."""
+class SparseGP(SEProcesses):
+    """One GP with learned inducing points and a full covariance of q(u), whitened."""
 
     def __init__(self, num_inducing: int, feature_dim: int):
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(num_inducing)
-        strategy = gpytorch.variational.VariationalStrategy(
-            self,
-            torch.randn(num_inducing, feature_dim),
-            distribution,
-            learn_inducing_locations=True,
-        )
-        super().__init__(strategy)
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, features: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(self.mean_module(features), self.covar_module(features))
+        super().__init__(sparse_strategy(self, (), num_inducing, feature_dim))
 
 
-class NetworkSVGP(Baseline):
+class NetworkSVGP(GPyTorchRegressor):
     """The inducing points start at the features of training rows drawn at random."""
 
-    def __init__(
-        self,
-        input_dim: int,
-        network: nn.Module,
-        gp: SparseGP,
-        likelihood: nn.Module,
-        recipe: Recipe,
-    ):
-        super().__init__(input_dim, 1, network, nn.ModuleList([gp, likelihood]), recipe)
-        self.gp, self.likelihood = gp, likelihood
-
-    def prepare(self, x: Tensor, y: Tensor) -> Recipe:
+    def prepare(self, x: Tensor, y: Tensor) -> None:
+        super().prepare(x, y)
         points = self.gp.variational_strategy.inducing_points
         with torch.no_grad():
             points.copy_(initial_inducing_points(self.network(x), len(points)))
-        self.bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.gp, num_data=len(x))
-        return self.recipe
-
-    def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
-        """Minus the ELBO, per datum."""
-        return -self.bound(self.gp(self.network(x)), y[:, 0])
-
-    def function_moments(self, x: Tensor) -> FunctionMoments:
-        q = self.gp(self.network(x))
-        return FunctionMoments(q.mean.unsqueeze(-1), q.variance.unsqueeze(-1))
-
-    @property
-    def noise_scale(self) -> Tensor:
-        return self.likelihood.noise[0].sqrt()
 
 
 def build(

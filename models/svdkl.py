@@ -1,45 +1,38 @@
 """SV-DKL: one KISS-GP of GPyTorch on each of P embedded features, mixed linearly."""
 
 import gpytorch
-import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.utils.memoize import clear_cache_hook
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor, nn
 
-from models._baseline import Baseline, only_one_output
-from models._gpytorch import gpytorch_likelihood
-from models._recipe import DEFAULT_RECIPE, Recipe, backbone, seeded
-from pyro_dak.additive.gaussian import FunctionMoments
+from models.shared.backbones import backbone
+from models.shared.baseline import only_one_output
+from models.shared.gpytorch import (
+    Clamp,
+    GPyTorchRegressor,
+    SEProcesses,
+    gpytorch_likelihood,
+    grid_strategy,
+)
+from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak.additive.scaling import build_scaling
 
 BOUNDS = (0.0, 1.0)
 
 
-class GridGPs(gpytorch.models.ApproximateGP):
-    """P independent one-dimensional GPs (SE kernels) on a grid, f = sum_p a_p g_p(h_p)."""
+class GridGPs(SEProcesses):
+    """P independent one-dimensional GPs on a grid, f = sum_p a_p g_p(h_p)."""
 
     def __init__(self, num_units: int, grid_size: int):
-        batch_shape = torch.Size([num_units])
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(
-            grid_size, batch_shape=batch_shape
-        )
-        grid = gpytorch.variational.GridInterpolationVariationalStrategy(
-            self, grid_size, [BOUNDS], distribution
-        )
         mixing = gpytorch.variational.LMCVariationalStrategy(
-            grid, num_tasks=1, num_latents=num_units, latent_dim=-1
+            grid_strategy(self, num_units, grid_size, BOUNDS),
+            num_tasks=1,
+            num_latents=num_units,
+            latent_dim=-1,
         )
-        super().__init__(mixing)
-        self.mean_module = gpytorch.means.ConstantMean(batch_shape=batch_shape)
-        self.covar_module = gpytorch.kernels.ScaleKernel(
-            gpytorch.kernels.RBFKernel(batch_shape=batch_shape), batch_shape=batch_shape
-        )
-
+        super().__init__(mixing, (num_units,))
         self.num_units = num_units
-
-    def forward(self, h: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(self.mean_module(h), self.covar_module(h))
 
     def marginals(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f, `(N,)`, from `(P, N, 1)`: what calling gives, in matrices.
@@ -62,61 +55,31 @@ class GridGPs(gpytorch.models.ApproximateGP):
         return mean, var + mixing.jitter_val
 
 
-class Clamp(nn.Module):
-    """To the bounds of the grid: KISS-GP knows nothing outside."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h.clamp(*BOUNDS)
-
-
-class SVDKL(Baseline):
+class SVDKL(GPyTorchRegressor):
     """The network ends in the embedding and its scaling to the bounds of the grid.
 
     If `is_dense`, the marginals of q(f) are taken through interpolation matrices instead of
     GPyTorch's lazy operators: the same numbers in a fraction of the time.
     """
 
-    def __init__(
-        self,
-        input_dim: int,
-        network: nn.Module,
-        gps: GridGPs,
-        likelihood: nn.Module,
-        recipe: Recipe,
-        is_dense: bool,
-    ):
-        super().__init__(input_dim, 1, network, nn.ModuleList([gps, likelihood]), recipe)
-        self.gps, self.likelihood, self.is_dense = gps, likelihood, is_dense
+    is_dense = False
 
-    def prepare(self, x: Tensor, y: Tensor) -> Recipe:
-        self.bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.gps, num_data=len(x))
-        self.gps(x.new_full((self.gps.num_units, 1, 1), 0.5))  # starts q(u) at the prior
-        return self.recipe
+    def prepare(self, x: Tensor, y: Tensor) -> None:
+        super().prepare(x, y)
+        self.gp(x.new_full((self.gp.num_units, 1, 1), 0.5))  # starts q(u) at the prior
 
     def q_functions(self, x: Tensor) -> MultivariateNormal:
         """Marginals of q(f) of the only task, `(N,)`.
 
-        All tasks of the mixture and then the first: nine times as fast as asking for one task.
+        Taking all tasks of the mixture and then the first is nine times as fast as asking for one.
         """
         h = self.network(x).mT.unsqueeze(-1)  # (P, N, 1)
         if self.is_dense:
-            mean, var = self.gps.marginals(h)
+            mean, var = self.gp.marginals(h)
         else:
-            q = self.gps(h)  # (N, 1)
+            q = self.gp(h)  # (N, 1)
             mean, var = q.mean[:, 0], q.variance[:, 0]
         return MultivariateNormal(mean, DiagLinearOperator(var))
-
-    def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
-        """Minus the ELBO, per datum."""
-        return -self.bound(self.q_functions(x), y[:, 0])
-
-    def function_moments(self, x: Tensor) -> FunctionMoments:
-        q = self.q_functions(x)
-        return FunctionMoments(q.mean.unsqueeze(-1), q.variance.unsqueeze(-1))
-
-    @property
-    def noise_scale(self) -> Tensor:
-        return self.likelihood.noise[0].sqrt()
 
 
 def build(
@@ -135,8 +98,8 @@ def build(
     """The backbone, an embedding to P features, their scaling, and P one-dimensional GPs.
 
     `scaling` is one of pyro_dak's, or "bounds", GPyTorch's `ScaleToBounds`: one minimum and maximum
-    for all features, in prediction those of the last batch (RMSE 0.81 against 0.46
-    in a trial on 1,000 rows of a smooth function).
+    for all features, in prediction those of the last batch (RMSE 0.81 against 0.46 in a trial on
+    1,000 rows of a smooth function).
     """
     only_one_output(num_outputs)
     with seeded(recipe.seed):
@@ -146,8 +109,10 @@ def build(
     scale = (
         gpytorch.utils.grid.ScaleToBounds(*BOUNDS)
         if scaling == "bounds"
-        else nn.Sequential(build_scaling(scaling, num_units, BOUNDS), Clamp())
+        else nn.Sequential(build_scaling(scaling, num_units, BOUNDS), Clamp(BOUNDS))
     )
     network = nn.Sequential(features, embedding, scale)
     likelihood = gpytorch_likelihood(noise_scale, learn_noise)
-    return SVDKL(input_dim, network, gps, likelihood, recipe, is_dense)
+    model = SVDKL(input_dim, network, gps, likelihood, recipe)
+    model.is_dense = is_dense
+    return model

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from models._recipe import seeded
 from models.avdkl import AVDKL, Amortisation, SEProcess
-from models.images._baseline import ImageBaseline, Terms
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_baseline import ImageBaseline
+from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from models.shared.training import Terms
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 
@@ -22,8 +22,8 @@ class AmortisedClassifier(ImageBaseline):
 
     chunk_size = 100
 
-    def __init__(self, features: nn.Module, inner: AVDKL, num_classes: int, recipe: ImageRecipe):
-        last_layer = nn.ModuleList([inner.network, inner.last_layer])
+    def __init__(self, features: nn.Module, inner: AVDKL, num_classes: int, recipe: Recipe):
+        last_layer = nn.ModuleList(inner.modules)
         super().__init__(features, nn.Identity(), last_layer, num_classes, recipe)
         self.inner = inner
 
@@ -33,7 +33,7 @@ class AmortisedClassifier(ImageBaseline):
         f = sample_marginals(moments, self.recipe.num_samples_train)
         fit = CategoricalLikelihood().distribution(f).log_prob(y).mean()
         kl = kl.mean() / num_data
-        return Terms(kl - fit, fit.detach(), kl.detach())
+        return Terms(kl - fit, fit, kl)
 
     def latent_moments(self, h: Tensor) -> FunctionMoments:
         return self.inner.posterior(h)[0]
@@ -43,21 +43,15 @@ def build(
     features: nn.Module,
     feature_dim: int,
     num_classes: int,
-    recipe: ImageRecipe = DEFAULT_RECIPE,
+    recipe: Recipe = IMAGE_RECIPE,
     num_units: int = 16,
     num_inducing: int = 64,
     covariance: str = "full",
 ) -> AmortisedClassifier:
-    """An embedding to P features, and for each image inducing points among them.
+    """An embedding to P = `num_units` features, and for each image inducing points among them.
 
-    Args:
-        features: network from images to features `(N, D_w)`.
-        feature_dim: D_w.
-        num_classes: C.
-        recipe: the settings.
-        num_units: P.
-        num_inducing: inducing points of each image and class.
-        covariance: "full" or "diagonal", of the inducing variables of an image.
+    There are `num_inducing` points for each image and class. `covariance`, "full" or "diagonal",
+    is that of the inducing variables of an image.
     """
     with seeded(recipe.seed):
         network = nn.ModuleDict(

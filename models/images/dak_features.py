@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from models.images._dak import DAKClassifier, build_classifier
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
-from pyro_dak import LocalReparamELBO
+from models.images import dak_mc
+from models.shared.dak import DAKOnImages
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 
 OPTIONS = {"embedding": False, "level": 3, "num_std": 8.0}
 
@@ -15,15 +15,14 @@ def build(
     features: nn.Module,
     feature_dim: int,
     num_classes: int,
-    recipe: ImageRecipe = DEFAULT_RECIPE,
+    recipe: Recipe = IMAGE_RECIPE,
     **options: Any,
-) -> DAKClassifier:
+) -> DAKOnImages:
     """`dak_mc` with P = D_w units, M = 7 nodes each, eight standard deviations to either bound.
 
     An embedding into few units maps many different features to the same inputs; here an image with
     unusual features has unusual inputs, and the grid reaches out to them. Other options are those
     of `dak_mc`.
     """
-    objective = LocalReparamELBO(recipe.num_samples_train)
     options = {"num_units": feature_dim} | OPTIONS | options
-    return build_classifier(objective, "mc", features, feature_dim, num_classes, recipe, **options)
+    return dak_mc.build(features, feature_dim, num_classes, recipe, **options)

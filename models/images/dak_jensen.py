@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from models.images._dak import DAKClassifier, build_classifier
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.dak import DAKOnImages, build_on_images
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak import JensenELBO
 
 
@@ -13,10 +13,10 @@ def build(
     features: nn.Module,
     feature_dim: int,
     num_classes: int,
-    recipe: ImageRecipe = DEFAULT_RECIPE,
+    recipe: Recipe = IMAGE_RECIPE,
     **options: Any,
-) -> DAKClassifier:
-    """DAK of which nothing is sampled; the options are those of `dak_mc`."""
-    return build_classifier(
+) -> DAKOnImages:
+    """A DAK of which nothing is sampled; the options are those of `dak_mc`."""
+    return build_on_images(
         JensenELBO(), "probit", features, feature_dim, num_classes, recipe, **options
     )

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from models.images._dak import DAKClassifier, build_classifier
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.dak import DAKOnImages, build_on_images
+from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak import LocalReparamELBO
 
 
@@ -13,17 +13,19 @@ def build(
     features: nn.Module,
     feature_dim: int,
     num_classes: int,
-    recipe: ImageRecipe = DEFAULT_RECIPE,
+    recipe: Recipe = IMAGE_RECIPE,
     **options: Any,
-) -> DAKClassifier:
+) -> DAKOnImages:
     """The paper's DAK for images: M = 63 inducing points on [-1, 1] in each unit.
 
+    The recipe says how many draws of f an image gets, `num_samples_train` in training and
+    `num_samples_test` in prediction.
+
     Args:
-        features: network from images to features `(N, D_w)`.
+        features: network from images to features.
         feature_dim: D_w.
         num_classes: C.
-        recipe: the settings; `num_samples_train` draws of f per image in training,
-            `num_samples_test` in prediction.
+        recipe: the settings.
         options: `num_units` P, `level` L (M = 2^L - 1), `bounds`, `lengthscale` of the Laplace
             kernel, `init_scale` of the weights, `linear_start` (the units start as straight lines
             with slopes of this size), `residual_variance`, `scaling`, `num_std` (standard
@@ -32,4 +34,4 @@ def build(
             are the features, P = D_w).
     """
     objective = LocalReparamELBO(recipe.num_samples_train)
-    return build_classifier(objective, "mc", features, feature_dim, num_classes, recipe, **options)
+    return build_on_images(objective, "mc", features, feature_dim, num_classes, recipe, **options)

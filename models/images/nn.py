@@ -3,21 +3,22 @@
 import torch
 from torch import Tensor, nn
 
-from models._recipe import seeded
-from models.images._baseline import ImageBaseline, Terms
-from models.images._recipe import DEFAULT_RECIPE, ImageRecipe
+from models.shared.image_baseline import ImageBaseline
+from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from models.shared.training import Terms
 from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class NeuralNetwork(ImageBaseline):
-    """y ~ softmax(linear(features)): no epistemic uncertainty, mutual information 0.
+    """y ~ softmax(linear(features)). There is no epistemic uncertainty.
 
     The linear output counts as network, so that weight decay acts on it.
     """
 
     def terms(self, h: Tensor, y: Tensor, num_data: int) -> Terms:
+        """The cross entropy; there is no prior, so the KL is 0."""
         loss = nn.functional.cross_entropy(h, y)
-        return Terms(loss, -loss.detach(), torch.zeros_like(loss))
+        return Terms(loss, -loss, torch.zeros_like(loss))
 
     def latent_moments(self, h: Tensor) -> FunctionMoments:
         return FunctionMoments(h, torch.zeros_like(h))
@@ -28,10 +29,7 @@ class NeuralNetwork(ImageBaseline):
 
 
 def build(
-    features: nn.Module,
-    feature_dim: int,
-    num_classes: int,
-    recipe: ImageRecipe = DEFAULT_RECIPE,
+    features: nn.Module, feature_dim: int, num_classes: int, recipe: Recipe = IMAGE_RECIPE
 ) -> NeuralNetwork:
     """A linear output on the features."""
     with seeded(recipe.seed):

@@ -75,17 +75,18 @@ def small_data(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "names"),
     [
-        ("a", {"nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"}),
-        ("b", {"nn", "dak_jensen", "dak_mc"}),
-        ("c", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
-        pytest.param("d", {"dak_cf"}, marks=pytest.mark.slow),
-        ("e", {"nn", "dak_cf", "dak_mc", "nn_svgp"}),
+        ("training", {"nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"}),
+        ("images", {"nn", "dak_jensen", "dak_mc"}),
+        ("serving", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
+        pytest.param("growth", {"dak_cf"}, marks=pytest.mark.slow),
+        ("race", {"nn", "dak_cf", "dak_mc", "nn_svgp"}),
     ],
 )
 def test_every_case_runs_and_every_time_is_a_ratio_to_a_peer(case, names):
     torch.set_default_dtype(torch.float32)
     table = suite.run(case, torch.get_num_threads(), repetitions=1, quick=True)
     assert {row["name"] for row in table} == names
+    assert {row["case"] for row in table} == {case}
     json.dumps(table, allow_nan=False)
     for row in table:
         assert "slope_of_time" in row or row["base"] in names

@@ -1,10 +1,8 @@
-import json
-
 import pytest
-import torch
 
 from experiments import demo, prior
-from tests.experiments.test_experiments import invoke
+from experiments.runs import read_runs
+from tests.experiments.command import invoke
 
 
 def test_the_prior_is_drawn_and_the_path_printed(tmp_path, capsys):
@@ -17,16 +15,17 @@ def test_the_prior_is_drawn_and_the_path_printed(tmp_path, capsys):
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_the_demo_ends_with_a_table_and_existing_files(tmp_path):
-    torch.set_default_dtype(torch.float32)
     output = invoke(demo.main, "--quick", "--out", tmp_path)
     lines = output.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("data "))
-    table = [line.split()[0] for line in lines[start + 1 : start + 10]]
-    assert table == ["toy"] * 4 + ["digits"] * 2 + ["diabetes"] * 3
+    table = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    assert [cell for cell in table if cell] == ["toy"] * 4 + ["digits"] * 2 + ["diabetes"] * 3
+    fits = [line for line in lines if line.endswith(" s")]
+    assert len(fits) == 9
+    assert lines[: len(fits)] == fits  # nothing else is printed before the table
     paths = [line.split()[1] for line in lines if line.startswith(("figure ", "report "))]
     assert len(paths) == 5
     assert [path for path in paths if not (tmp_path / path).stat().st_size] == []
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 4
-    content = json.loads((tmp_path / "toy" / "scores.json").read_text())
-    assert f"RMSE {content['metrics']['DAK']['rmse_inside']:.3f}" in output
+    runs = {run["config"]["model"]: run for run in read_runs(tmp_path / "toy")}
+    assert f"RMSE {runs['DAK']['metrics']['rmse_inside']:.3f}" in output

@@ -1,49 +1,42 @@
 """The comparison of the estimators with networks, end to end on a few rows."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from experiments import estimators
-from pyro_dak.tables.ensemble_training import Rows, TrainingPlan, train
+from experiments.runs import read_runs
+from pyro_dak.tables.ensemble import ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
-
-
-@pytest.fixture(autouse=True)
-def _single_precision():
-    torch.set_default_dtype(torch.float32)
+from pyro_dak.tables.rows import Rows
+from tests.experiments.command import invoke
 
 
 def test_comparison_runs_resumes_and_writes_its_table(tmp_path):
-    app = typer.Typer()
-    app.command()(estimators.main)
     for _ in range(2):
-        result = CliRunner().invoke(app, ["--quick", "--out", str(tmp_path)])
-        assert result.exit_code == 0, result.output
-    assert "rmse" not in result.output  # the second call had nothing to run
-    for name in estimators.MODELS:
-        content = json.loads((tmp_path / "diabetes" / f"{name}-split0.json").read_text())
-        assert np.isfinite(content["metrics"][name]["nlpd"])
+        output = invoke(estimators.main, "--quick", "--out", tmp_path)
+    assert "4 of 4 runs are recorded already; 0 to make" in output
+    for run in read_runs(tmp_path):
+        name = run["config"]["model"]
+        assert np.isfinite(run["metrics"][name]["nlpd"])
+        assert {"epochs", "calibration", "df"} <= set(run["fitted"])
+    assert (tmp_path / "table.md").exists()
 
 
-def test_table_holds_means_over_splits(tmp_path):
-    for split, rmse in enumerate((1.0, 3.0)):
-        metrics = {"rmse": rmse, "nlpd": 0.0, "coverage_95": 0.9}
-        content = {"config": {"dataset": "wine", "split": split}, "metrics": {"dak": metrics}}
-        (tmp_path / f"{split}.json").write_text(json.dumps(content))
-    assert "| wine | 2 | rmse | 2.000 ± 1.000 |" in estimators.table(tmp_path)
+def make_run(name, split, **metrics):
+    job = estimators.make_job("wine", name, split)
+    return {"experiment": "estimators", "config": job.config, "metrics": {name: metrics}}
 
 
-def test_splits_that_some_model_lacks_are_left_out(tmp_path):
-    for name, split, rmse in (("dak", 0, 1.0), ("dak", 1, 9.0), ("nn", 0, 2.0)):
-        config = {"dataset": "wine", "split": split}
-        content = {"config": config, "metrics": {name: {"rmse": rmse}}}
-        (tmp_path / f"{name}{split}.json").write_text(json.dumps(content))
-    assert "| wine | 1 | rmse | 1.000 | 2.000 |" in estimators.table(tmp_path)
+def test_table_holds_means_over_splits():
+    runs = [make_run("dak", split, rmse=rmse) for split, rmse in enumerate((1.0, 3.0))]
+    assert "| wine | 2 | rmse | 2.000 ± 1.000 |" in estimators.table(runs)
+
+
+def test_splits_that_some_model_lacks_are_left_out():
+    parts = (("dak", 0, 1.0), ("dak", 1, 9.0), ("nn", 0, 2.0))
+    runs = [make_run(name, split, rmse=rmse) for name, split, rmse in parts]
+    assert "| wine | 1 | rmse | 1.000 | 2.000 |" in estimators.table(runs)
 
 
 def test_summary_counts_the_sets_where_a_claim_holds_and_names_the_others():
@@ -82,7 +75,7 @@ def test_mean_variance_networks_learn_mean_and_noise():
     x = torch.randn(400, 1)
     y = x + (0.1 + 0.9 * (x > 0)) * torch.randn(400, 1)
     network = estimators.StackedMLP(1, 2, heteroscedastic=True, seed=0)
-    train(network, Rows(x, y, torch.ones(400)), TrainingPlan(40, 100))
+    train(network, Rows(x, y, torch.ones(400)), ensemble_plan(40, 100))
     with torch.no_grad():
         _, log_var = network.moments(torch.tensor([[-1.0], [1.0]]))
     assert (log_var[:, 1] - log_var[:, 0] > 1).all()

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import hashlib
-import json
 import struct
 
 import numpy
@@ -11,23 +10,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments import cifar, image_datasets, image_report, image_runs, mnist
+from experiments import cifar, image_datasets, images, mnist, paper
 from experiments.datasets import DataError
 from experiments.image_datasets import load_images, read_idx, read_subset
-from experiments.results import read_json, write_json
-from models.images._recipe import ImageRecipe
+from experiments.runs import Job, read_runs
+from models.shared.recipe import IMAGE_RECIPE
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.diagnostics.scores import expected_calibration_error
 from pyro_dak.prediction import ClassPrediction
-from tests.experiments.test_experiments import invoke
+from tests.experiments.command import invoke
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 gpytorch = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _single_precision():
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
@@ -47,50 +41,45 @@ def cifar_root(tmp_path, monkeypatch):
 
 
 def test_digits_run_end_to_end_and_resume(tmp_path):
-    arguments = ("--dataset", "digits", "--quick", "--no-progress", "--out", tmp_path)
+    arguments = ("--dataset", "digits", "--quick", "--out", tmp_path)
     assert "2 to make" in invoke(mnist.main, *arguments)
-    run = json.loads((tmp_path / "digits/paper-dak_mc-b64-e1-seed0-n200.json").read_text())
-    assert {"config", "commit", "status", "metrics", "curve"} == set(run)
+    run = read_runs(tmp_path)[0]
+    assert run["config"]["model"] == "dak_mc"
+    assert {"experiment", "config", "commit", "metrics", "curve"} == set(run) - {"draft"}
     names = {"accuracy", "nll", "ece", "elbo", "brier", "ood_entropy", "ood_mutual_information"}
     assert names < set(run["metrics"])
     assert [row["epoch"] for row in run["curve"]] == [1]
-    assert "2 of 2 runs are there already; 0 to make" in invoke(mnist.main, *arguments)
-    table = (tmp_path / "digits/table.md").read_text()
+    assert "2 of 2 runs are recorded already; 0 to make" in invoke(mnist.main, *arguments)
+    table = (tmp_path / "table.md").read_text()
     assert "| paper | dak_mc | 64 | 1 | 1 |" in table
-    for name in ("table.csv", "curves.png", "reliability.png"):
-        assert (tmp_path / "digits" / name).stat().st_size > 0
+    for name in ("curves.png", "reliability.png"):
+        assert (tmp_path / "figures" / name).stat().st_size > 0
 
 
 def test_small_cnn_with_dak_learns_the_digits(tmp_path):
-    options = ("--dataset", "digits", "--model", "dak_mc", "--epochs", "6", "--no-progress")
+    options = ("--dataset", "digits", "--model", "dak_mc", "--epochs", "6")
     invoke(mnist.main, *options, "--out", tmp_path)
-    run = json.loads((tmp_path / "digits/paper-dak_mc-b64-e6-seed0.json").read_text())
+    (run,) = read_runs(tmp_path)
     assert run["metrics"]["accuracy"] > 0.9
 
 
 @gpytorch
 def test_cifar_runs_end_to_end_with_fine_tuning(tmp_path, cifar_root):
-    arguments = ("--quick", "--fine-tune", "--no-progress", "--data-root", cifar_root)
+    arguments = ("--quick", "--fine-tune", "--data-root", cifar_root)
     invoke(cifar.main, *arguments, "--model", "dak_mc", "--model", "svdkl", "--out", tmp_path)
-    names = {path.stem for path in (tmp_path / "cifar10").glob("*.json")}
-    assert names == {
-        "small-nn-b128-e1-seed0-n200",
-        "small-dak_mc-b128-e1-seed0-tuned-n200",
-        "small-svdkl-b128-e1-seed0-tuned-n200",
-    }
-    run = json.loads((tmp_path / "cifar10/small-dak_mc-b128-e1-seed0-tuned-n200.json").read_text())
+    runs = {run["config"]["model"]: run for run in read_runs(tmp_path / "cifar10")}
+    assert list(runs) == ["nn", "dak_mc", "svdkl"]
+    run = runs["dak_mc"]
+    assert run["config"]["recipe"]["fixed_features"]
     assert run["config"]["pretrained"] == "nn"
     assert "dak_mc (fine-tuned)" in (tmp_path / "cifar10/table.md").read_text()
 
 
 def test_fine_tuning_may_have_epochs_of_its_own(tmp_path, cifar_root):
-    options = ("--max-rows", "100", "--no-progress", "--data-root", cifar_root)
+    options = ("--max-rows", "100", "--data-root", cifar_root)
     epochs = ("--dataset", "cifar10", "--fine-tune", "--epochs", "2", "--tune-epochs", "1")
     invoke(cifar.main, *options, *epochs, "--model", "dak_mc", "--out", tmp_path)
-    names = {path.stem for path in (tmp_path / "cifar10").glob("*.json")}
-    tuned = "small-dak_mc-b128-e1-seed0-tuned-from-e2-n100"
-    assert names == {"small-nn-b128-e2-seed0-n100", tuned}
-    run = json.loads((tmp_path / f"cifar10/{tuned}.json").read_text())
+    _, run = read_runs(tmp_path / "cifar10")
     assert len(run["curve"]) == 1
     assert run["config"]["options"]["init_scale"] == 0.05
     assert "| dak_mc (fine-tuned) | 128 | 2 + 1 |" in (tmp_path / "cifar10/table.md").read_text()
@@ -100,24 +89,23 @@ def test_fine_tuning_may_have_epochs_of_its_own(tmp_path, cifar_root):
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_the_full_recipe_runs_an_epoch(dataset, tmp_path, cifar_root):
     options = ("--dataset", dataset, "--preset", "paper", "--epochs", "1", "--max-rows", "200")
-    arguments = (*options, "--model", "dak_mc", "--no-progress", "--data-root", cifar_root)
+    arguments = (*options, "--model", "dak_mc", "--data-root", cifar_root)
     invoke(cifar.main, *arguments, "--out", tmp_path)
-    path = tmp_path / dataset / "paper-dak_mc-b128-e1-seed0-n200.json"
-    run = json.loads(path.read_text())
+    (run,) = read_runs(tmp_path / dataset)
     assert run["config"]["backbone"] == {"cifar10": "resnet18", "cifar100": "resnet34"}[dataset]
     assert run["config"]["recipe"]["augment"]
     assert run["metrics"]["nll"] > 0
 
 
 def test_a_stopped_run_goes_on_and_keeps_its_curve(tmp_path, monkeypatch):
-    recipe = ImageRecipe(epochs=3, batch_size=64, learning_rate=1e-2)
-    job = image_runs.Job("digits", "nn", "digits_cnn", recipe, max_rows=100)
-    whole = image_runs.run(job, tmp_path / "whole")
+    recipe = dataclasses.replace(IMAGE_RECIPE, epochs=3, batch_size=64)
+    job = images.make_job("digits", "nn", "digits_cnn", recipe, max_rows=100)
+    whole = images.run(job, print, tmp_path / "whole")
 
     class Stop(Exception):
         pass
 
-    call = image_runs.Curve.__call__
+    call = images.Curve.__call__
 
     def stop(self, epoch, row):
         call(self, epoch, row)
@@ -125,40 +113,49 @@ def test_a_stopped_run_goes_on_and_keeps_its_curve(tmp_path, monkeypatch):
             raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(image_runs.Curve, "__call__", stop)
+        patch.setattr(images.Curve, "__call__", stop)
         with pytest.raises(Stop):
-            image_runs.run(job, tmp_path / "part")
-    assert not image_runs.is_finished(job, tmp_path / "part")
-    resumed = image_runs.run(job, tmp_path / "part")
+            images.run_jobs([job], tmp_path / "part")
+    assert read_runs(tmp_path / "part") == []
+    (resumed,) = images.run_jobs([job], tmp_path / "part")
     assert resumed["curve"] == whole["curve"]
     assert resumed["metrics"]["nll"] == whole["metrics"]["nll"]
 
 
-def test_a_result_counts_for_the_settings_it_was_made_with(tmp_path):
+def test_a_result_counts_for_the_settings_it_was_made_with():
     job = mnist_job("dak_mc")
-    result = {"config": dataclasses.asdict(job), "status": "finished"}
-    del result["config"]["data_root"], result["config"]["recipe"]["precision"]
-    write_json(job.path(tmp_path), result)
-    assert image_runs.is_finished(job, tmp_path)
-    assert image_runs.is_finished(with_recipe(job, progress=True), tmp_path)
-    assert not image_runs.is_finished(with_recipe(job, last_layer_optimizer=None), tmp_path)
-    assert not image_runs.is_finished(dataclasses.replace(job, options={}), tmp_path)
+    line = {"experiment": "images", "config": job.config}
+    del line["config"]["recipe"]["precision"], line["config"]["pretrained"]  # an older line
+    key = Job.of(line).key
+    assert job.key == key
+    assert with_recipe(job, progress=True, device="cuda").key == key
+    assert with_recipe(job, last_layer_optimizer=None).key != key
+    other = dataclasses.replace(job, settings=job.settings | {"options": {}})
+    assert other.key != key
 
 
-def test_a_run_with_other_settings_starts_anew(tmp_path):
-    recipe = ImageRecipe(epochs=1, batch_size=32, progress=False)
-    options = {"num_units": 4, "init_scale": 0.05}
-    job = image_runs.Job("digits", "dak_mc", "digits_cnn", recipe, options, max_rows=64)
-    other = dataclasses.replace(job, options=options | {"init_scale": 0.9})
-    image_runs.run_all([job], tmp_path / "first", resume=True)
-    for folder in ("first", "fresh"):
-        image_runs.run_all([other], tmp_path / folder, resume=True)
-    found, expected = (read_json(other.path(tmp_path / folder)) for folder in ("first", "fresh"))
-    assert found["config"] == expected["config"]
-    assert found["curve"] == expected["curve"]
-    path = job.path(tmp_path / "first")
-    assert read_json(path.with_name(f"{path.name}.replaced1"))["config"]["options"] == options
-    assert job.checkpoints(tmp_path / "first").with_name(f"{path.stem}.replaced1").is_dir()
+def test_a_run_with_other_settings_starts_anew_and_both_are_kept(tmp_path):
+    recipe = dataclasses.replace(IMAGE_RECIPE, epochs=1, batch_size=32)
+    jobs = [
+        images.make_job("digits", "dak_mc", "digits_cnn", recipe, options, max_rows=64)
+        for options in ({"num_units": 4, "init_scale": scale} for scale in (0.05, 0.9))
+    ]
+    for job in jobs:
+        images.run_jobs([job], tmp_path / "both")
+    (expected,) = images.run_jobs(jobs[1:], tmp_path / "fresh")
+    first, second = read_runs(tmp_path / "both")
+    assert second["curve"] == expected["curve"]
+    assert first["config"]["options"]["init_scale"] == 0.05
+    folders = [images.checkpoints(job, tmp_path / "both") for job in jobs]
+    assert folders[0] != folders[1]
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_runs_on_held_out_images_are_not_in_the_table(tmp_path):
+    recipe = dataclasses.replace(IMAGE_RECIPE, epochs=1, batch_size=32)
+    job = images.make_job("digits", "nn", "digits_cnn", recipe, max_rows=64, held_out=True)
+    images.run_jobs([job], tmp_path)
+    assert images.aggregate(read_runs(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("preset", ["paper", "small"])
@@ -166,17 +163,18 @@ def test_a_run_with_other_settings_starts_anew(tmp_path):
 def test_units_that_are_features_have_no_embedding_on_cifar(preset, is_tuned):
     recipe = dataclasses.replace(cifar.PRESETS[preset].recipe, fixed_features=is_tuned)
     for dataset in cifar.DATASETS:
-        options = cifar.make_job(preset, dataset, "dak_features", recipe).options
+        options = cifar.make_job(preset, dataset, "dak_features", recipe).settings["options"]
         assert not {"num_units", "embedding"} & set(options)
 
 
 def mnist_job(name):
     options = mnist.options("mnist", name)
-    return image_runs.Job("mnist", name, "cnn", mnist.recipe("mnist", name), options)
+    return images.make_job("mnist", name, "cnn", mnist.recipe("mnist", name), options)
 
 
 def with_recipe(job, **settings):
-    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **settings))
+    recipe = dataclasses.asdict(dataclasses.replace(job.recipe, **settings))
+    return dataclasses.replace(job, settings=job.settings | {"recipe": recipe})
 
 
 def test_variational_last_layers_have_adam_and_the_network_the_optimizer_of_the_paper():
@@ -198,8 +196,8 @@ def test_dak_has_settings_of_its_own_for_each_set(
     dataset, has_embedding, num_inducing, num_std, cifar_root
 ):
     recipe = cifar.PRESETS["small"].recipe
-    job = cifar.make_job("small", dataset, "dak_mc", recipe, data_root=str(cifar_root))
-    model = image_runs.build(job, image_runs.load_job_images(job)).model
+    job = cifar.make_job("small", dataset, "dak_mc", recipe)
+    model = images.build(job, images.load_job_images(job, str(cifar_root))).model
     assert (model.embedding is not None) == has_embedding
     assert (model.num_inducing, model.scaling.num_std) == (num_inducing, num_std)
 
@@ -214,7 +212,7 @@ def test_scores_of_known_probabilities():
     probs = torch.tensor([[0.7, 0.3], [0.2, 0.8], [0.6, 0.4], [0.9, 0.1]])
     y = torch.tensor([0, 1, 1, 0])
     ood = prediction(torch.full((3, 2), 0.5))
-    scores = image_runs.score(prediction(probs), y, ood)
+    scores = images.score(prediction(probs), y, ood)
     picked = torch.tensor([0.7, 0.8, 0.4, 0.9])
     assert scores["accuracy"] == 0.75
     assert scores["nll"] == pytest.approx(-picked.log().mean().item(), rel=1e-5)
@@ -226,18 +224,26 @@ def test_scores_of_known_probabilities():
 def test_bins_of_the_reliability_diagram_give_the_calibration_error():
     probs = (3 * torch.randn(500, 4)).softmax(-1)
     y = torch.randint(4, (500,))
-    bins = {k: torch.tensor(v) for k, v in image_runs.reliability(probs, y).items()}
+    bins = images.score(prediction(probs), y, None)["reliability"]
+    bins = {name: torch.tensor(values) for name, values in bins.items()}
     assert bins["count"].sum() == 500
     gap = (bins["count"] * (bins["accuracy"] - bins["confidence"]).abs()).sum() / 500
     assert_close(gap.float(), expected_calibration_error(y, probs), rtol=1e-5, atol=1e-6)
 
 
+def test_bins_are_pooled_over_runs_and_empty_ones_are_left_out():
+    one = {"count": [0, 2], "confidence": [0.0, 0.99], "accuracy": [0.0, 1.0]}
+    other = {"count": [1, 2], "confidence": [0.5, 0.97], "accuracy": [1.0, 0.5]}
+    pooled = sorted(images._pooled_bins([one, other]))
+    assert pooled == [pytest.approx((1, 0.5, 1.0)), pytest.approx((4, 0.98, 0.75))]
+
+
 def test_held_out_images_are_training_images_that_are_not_trained_on():
-    images = load_images("digits")
-    split = images.hold_out(100)
-    assert len(split.x_train) + 100 == len(images.x_train)
+    loaded = load_images("digits")
+    split = loaded.hold_out(100)
+    assert len(split.x_train) + 100 == len(loaded.x_train)
     both = torch.cat([split.x_train, split.x_test]).flatten(1)
-    assert_close(both.sum(0), images.x_train.flatten(1).sum(0), rtol=1e-5, atol=1e-3)
+    assert_close(both.sum(0), loaded.x_train.flatten(1).sum(0), rtol=1e-5, atol=1e-3)
     assert torch.equal(split.hold_out(0).x_train.sort(0).values, split.x_train.sort(0).values)
 
 
@@ -292,6 +298,6 @@ def test_a_changed_or_damaged_subset_is_refused(cifar_root):
 
 
 def test_the_papers_numbers_are_read():
-    assert image_report.PAPER_SCORES["mnist", "dak_mc", 128, "accuracy"] == pytest.approx(0.9926)
-    assert image_report.PAPER_SCORES["cifar100", "avdkl", 1024, "ece"] == 0.175
-    assert image_report.PAPER_COST["cifar100", "dak_mc"]["parameters"] == 1.68
+    assert paper.SCORES["mnist", "dak_mc", 128, "accuracy"] == pytest.approx(0.9926)
+    assert paper.SCORES["cifar100", "avdkl", 1024, "ece"] == 0.175
+    assert paper.COST["cifar100", "dak_mc"]["parameters"] == 1.68

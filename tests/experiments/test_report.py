@@ -1,10 +1,12 @@
 """The report page: what it gathers from a results directory, and how it works in a browser."""
 
 import base64
+import importlib
 import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import matplotlib.image
 import numpy
@@ -13,6 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from experiments import report
+from experiments.runs import read_runs, scores_by_model
+from tests.experiments.command import invoke
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TABLE = "Means of <two> folds.\n\n| model | RMSE |\n|---|---|\n| a | 10.5 ± 1 |\n| b | 9.5 ± 2 |\n"
@@ -20,29 +24,30 @@ TABLE = "Means of <two> folds.\n\n| model | RMSE |\n|---|---|\n| a | 10.5 ± 1 |
 
 @pytest.fixture
 def results(tmp_path):
-    """Two folders of results with everything that can be in one, and one damaged file."""
+    """Two folders of results with everything that can be in one, and one damaged line."""
     directory = tmp_path / "results"
+    config = {"dataset": "gas", "model": "dak", "seed": 0, "fold": 1, "recipe": {"epochs": 3}}
+    metrics = {"rmse": 0.25, "rows": 7, "coverage": [0.5, 0.9], "label": "x"}
     runs = {
-        "uci/best/gas/dak-fold0.json": {
-            "config": {"dataset": "gas", "recipe": {"epochs": 3}},
-            "metrics": {"rmse": 0.25, "rows": 7, "coverage": [0.5, 0.9], "label": "x"},
-            "commit": "abc123",
-        },
-        "estimators/wine/nn-split0.json": {
-            "config": {"split": 0},
+        "uci": {"config": config, "metrics": metrics, "commit": "abc123"},
+        "estimators": {
+            "config": {"dataset": "wine", "model": "nn", "seed": 0, "split": 0},
             "metrics": {"nn": {"rmse": 1.5}, "nn_calibrated": {"rmse": 1.25}},
             "commit": "def456",
-            "status": "finished",
+            "draft": True,
         },
-        "mnist/checkpoints/step-1/config.json": {"trainer": "not a result"},
     }
     for name, content in runs.items():
-        path = directory / name
+        path = directory / name / "runs.jsonl"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(content))
-    (directory / "uci" / "broken.json").write_text("{")
+        path.write_text(json.dumps({"experiment": name} | content) + "\n")
+    with (directory / "uci" / "runs.jsonl").open("a") as file:
+        file.write("{\n")
     (directory / "uci" / "table.md").write_text(TABLE)
-    matplotlib.image.imsave(directory / "uci" / "curve.png", numpy.eye(4))
+    (directory / "uci" / "checkpoints").mkdir()
+    (directory / "uci" / "checkpoints" / "config.json").write_text("not a result")
+    (directory / "uci" / "figures").mkdir()
+    matplotlib.image.imsave(directory / "uci" / "figures" / "curve.png", numpy.eye(4))
     return directory
 
 
@@ -50,24 +55,24 @@ def test_everything_of_a_folder_is_in_its_section(results):
     estimators, uci = report.collect(results)
     assert (estimators.name, uci.name) == ("estimators", "uci")
     assert [path.name for path in uci.tables + uci.figures] == ["table.md", "curve.png"]
-    assert uci.damaged == ["uci/broken"]
+    assert uci.damaged == [2]
     (run,) = uci.runs
-    assert run.scores == {"": {"rmse": 0.25, "rows": 7}}
-    assert (run.name, run.commit) == ("uci/best/gas/dak-fold0", "abc123")
-    assert run.config == {"dataset": "gas", "recipe": {"epochs": 3}}
-    assert estimators.runs[0].scores == {"nn": {"rmse": 1.5}, "nn_calibrated": {"rmse": 1.25}}
+    assert scores_by_model(run) == {"dak": {"rmse": 0.25, "rows": 7}}
+    parts = {"nn": {"rmse": 1.5}, "nn_calibrated": {"rmse": 1.25}}
+    assert scores_by_model(estimators.runs[0]) == parts
 
 
 def test_the_page_holds_tables_figures_configurations_and_commits(results):
     page = report.render(report.collect(results), results)
-    picture = base64.b64encode((results / "uci" / "curve.png").read_bytes()).decode()
+    picture = base64.b64encode((results / "uci/figures/curve.png").read_bytes()).decode()
     assert f'src="data:image/png;base64,{picture}"' in page
     assert "<td>10.5 ± 1</td>" in page
     assert "Means of &lt;two&gt; folds." in page
-    assert "estimators/wine/nn-split0 nn_calibrated" in page
+    assert "wine nn_calibrated split 0" in page
+    assert "<td>draft</td>" in page
     assert "<code>abc123</code>" in page
     assert "&quot;epochs&quot;: 3" in page
-    assert "Not readable as json: uci/broken" in page
+    assert "Lines of runs.jsonl that cannot be read: 2" in page
     assert "not a result" not in page
 
 
@@ -78,15 +83,27 @@ def test_the_page_asks_nothing_of_the_network(results):
     assert "<!-- " not in page
 
 
-def test_the_command_writes_the_page_and_says_where(results):
+def test_the_command_writes_tables_and_the_page_and_says_where(results):
+    shutil.rmtree(results / "uci")  # too small for the table of that experiment
+    done = invoke(report.main, "--results", results)
+    assert "estimators" in done
+    assert done.splitlines()[-1] == f"report  {results / 'report.html'}"
+    assert (results / "report.html").read_text().startswith("<!doctype html>")
+    assert (results / "estimators" / "table.md").read_text().startswith("| set | splits |")
     app = typer.Typer()
     app.command()(report.main)
-    done = CliRunner().invoke(app, ["--results", str(results)])
-    assert done.exit_code == 0
-    assert "uci: 1 runs, 1 tables, 1 figures, 1 not readable" in done.output
-    assert done.output.splitlines()[-1] == str(results / "report.html")
-    assert (results / "report.html").read_text().startswith("<!doctype html>")
     assert CliRunner().invoke(app, ["--results", str(results / "none")]).exit_code == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # GPyTorch, at import
+def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
+    for path in sorted(Path("results").glob("*/runs.jsonl")):
+        directory = tmp_path / path.parent.name
+        directory.mkdir()
+        shutil.copy(path, directory)
+        experiment = read_runs(directory)[-1]["experiment"]
+        table = importlib.import_module(f"experiments.{experiment}").table(read_runs(directory))
+        assert table == (path.parent / "table.md").read_text(), path
 
 
 def browse(page, *arguments):

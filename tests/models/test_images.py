@@ -11,16 +11,17 @@ from torch.testing import assert_close
 
 import models
 import models.images
-from models.images._backbones import Pixels, build_backbone, cnn
-from models.images._batches import AugmentedBatches, AugmentedData, crop_and_flip
-from models.images._recipe import Classifier, ImageRecipe
+from models.shared.augmentation import AugmentedBatches, AugmentedData, crop_and_flip
+from models.shared.baseline import Baseline
+from models.shared.image_backbones import Pixels, build_backbone, cnn
+from models.shared.recipe import IMAGE_RECIPE
 from pyro_dak.additive.gaussian import FunctionMoments
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 NAMES = ("avdkl", "dak_features", "dak_jensen", "dak_mc", "nn", "nn_svgp", "svdkl")
 SMALL = {"nn_svgp": {"num_inducing": 8}, "avdkl": {"num_inducing": 4}, "svdkl": {"grid_size": 8}}
-RECIPE = ImageRecipe(epochs=2, batch_size=16, learning_rate=1e-2, num_samples_test=30)
+RECIPE = dataclasses.replace(IMAGE_RECIPE, epochs=2, batch_size=16, num_samples_test=30)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_every_choice_learns_and_predicts_each_image_by_itself(name):
     x, y = images()
     model = build(name, dataclasses.replace(RECIPE, epochs=60))
     model.fit(x, y)
-    assert isinstance(model, Classifier)
+    assert isinstance(model, Baseline)
     prediction = model.predict(x)
     assert float((prediction.label == y).float().mean()) > 0.9
     assert_close(prediction.probs.sum(-1), torch.ones(len(x)))

@@ -1,0 +1,1 @@
+"""What the models of the boards have in common."""

@@ -1,0 +1,139 @@
+"""The UCI experiment: it runs and resumes, no test row leaks, its scores and table are right."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments import paper, uci
+from experiments.datasets import load_regression
+from experiments.runs import Job, read_runs
+from pyro_dak import GaussianLikelihood
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.prediction import Prediction
+from tests.experiments.command import invoke
+
+
+def test_uci_runs_end_to_end_and_resumes(tmp_path):
+    output = invoke(uci.main, "--quick", "--out", tmp_path)
+    assert "4 to make" in output
+    run = read_runs(tmp_path)[0]
+    assert run["metrics"]["rmse"] > 0
+    assert {"experiment", "config", "metrics", "commit"} == set(run) - {"draft"}
+    assert run["config"]["recipe"]["epochs"] == 2
+    assert "4 of 4 runs are recorded already; 0 to make" in invoke(
+        uci.main, "--quick", "--out", tmp_path
+    )
+    table = (tmp_path / "table.md").read_text()
+    assert "| best | diabetes | 64 | dak_cf | 2 |" in table
+    for name in ("scores-best.png", "time-best.png", "calibration-best.png"):
+        assert (tmp_path / "figures" / name).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_same_runs(tmp_path):
+    for number in (1, 2):
+        invoke(uci.main, "--quick", "--jobs", number, "--out", tmp_path / str(number))
+    one, two = (
+        {Job.of(run).key: run["metrics"]["rmse"] for run in read_runs(tmp_path / str(number))}
+        for number in (1, 2)
+    )
+    assert one == two
+
+
+def test_a_run_of_other_settings_is_kept_and_the_newest_is_in_the_table(tmp_path):
+    for epochs in (1, 2):
+        options = ("--epochs", epochs, "--model", "nn", "--only-folds", 1)
+        invoke(uci.main, "--quick", *options, "--out", tmp_path)
+    assert [run["config"]["recipe"]["epochs"] for run in read_runs(tmp_path)] == [1, 2]
+    assert "| nn | 1 | 2 |" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("preset", list(uci.PRESETS))
+def test_targets_of_the_test_rows_change_nothing_in_training(preset, monkeypatch):
+    fitted = []
+
+    class Recorder:
+        num_parameters, epoch_seconds = 0, [0.0]
+
+        def __init__(self, *args, **options):
+            pass
+
+        def fit(self, x, y):
+            fitted.append((x.clone(), y.clone()))
+
+        def predict(self, x):
+            one = torch.ones(len(x), 1)
+            return Prediction(one, one, one, FunctionMoments(one, one), GaussianLikelihood())
+
+    monkeypatch.setattr(uci.models, "build", Recorder)
+    x, y = load_regression("diabetes")
+    test_rows = uci.folds(len(x), 5)[1]
+    shuffled = y.clone()
+    shuffled[test_rows] = shuffled[test_rows].flip(0) * 100
+    for target in (y, shuffled):
+        monkeypatch.setattr(uci, "load_regression", lambda *_, target=target: (x, target))
+        uci.run(uci.make_job("diabetes", "nn", preset, 1, 5, epochs=1), print)
+    assert torch.equal(fitted[0][0], fitted[1][0])
+    assert torch.equal(fitted[0][1], fitted[1][1])
+
+
+def test_folds_cover_every_row_once():
+    parts = uci.folds(103, 5)
+    assert torch.cat(parts).sort().values.equal(torch.arange(103))
+    assert {len(part) for part in parts} == {20, 21}
+
+
+def test_scores_are_in_the_units_of_the_data():
+    mean, y = torch.zeros(50, 1), torch.randn(50, 1)
+    functions = FunctionMoments(mean, torch.full_like(mean, 0.4))
+    prediction = Prediction(
+        mean, functions.var, torch.full_like(mean, 0.6), functions, GaussianLikelihood()
+    )
+    scores = uci.score(prediction, y, 3.0)
+    normal = torch.distributions.Normal(0.0, 3.0)
+    assert scores["rmse"] == pytest.approx(3 * y.square().mean().sqrt().item(), rel=1e-5)
+    assert scores["nlpd"] == pytest.approx(-normal.log_prob(3 * y).mean().item(), rel=1e-5)
+    noise = torch.distributions.Normal(0.0, (9 * 0.4 + 0.6932) ** 0.5)
+    assert scores["nlpd_paper"] == pytest.approx(-noise.log_prob(3 * y).mean().item(), rel=1e-5)
+
+
+def test_twins_are_exact_copies_in_the_training_rows():
+    x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    x_test, y_test = torch.tensor([[1.0], [1.0], [2.0]]), torch.tensor([[3.0], [4.0], [4.0]])
+    assert uci.has_twin(x, y, x_test, y_test).tolist() == [True, False, True]
+
+
+def test_the_table_says_what_a_dak_misses():
+    def row(rmse, nlpd, coverage):
+        return {"rmse": rmse, "nlpd": nlpd, "coverage_95": coverage}
+
+    def key(model):
+        return uci.Key("best", "wine", model, 64)
+
+    printed = paper.REGRESSION["wine", "dak_cf", 64]["rmse"]
+    summaries = {key("nn"): row(printed, 1.0, 0.5), key("dak_cf"): row(printed - 0.1, 0.9, 0.95)}
+    assert uci.misses(key("dak_cf"), summaries) == []
+    assert uci.misses(key("nn"), summaries) == []
+    summaries[key("dak_cf")] = row(printed + 0.1, 1.1, 0.99)
+    assert uci.misses(key("dak_cf"), summaries) == [
+        "RMSE above the paper's",
+        "coverage not in 0.90-0.98",
+        "RMSE of nn is lower",
+        "NLPD of nn is lower",
+    ]
+
+
+def test_the_papers_table_is_there():
+    assert paper.REGRESSION["kin40k", "dak_cf", 64]["rmse"] == 0.069
+    assert len(paper.REGRESSION) == 6 * 6 * 3
+
+
+def test_standardising_uses_the_training_rows():
+    x, y = load_regression("diabetes")
+    test_rows = uci.folds(len(x), 5)[0]
+    rows, scale = uci.prepare(x, y, test_rows, standardize=True)
+    assert_close(rows["x"].mean(0), torch.zeros(10), atol=1e-5, rtol=0)
+    assert_close(rows["y"].std().item(), 1.0, atol=1e-5, rtol=0)
+    kept = torch.ones(len(x), dtype=torch.bool)
+    kept[test_rows] = False
+    assert scale == pytest.approx(y[kept].std().item())
