@@ -44,7 +44,7 @@ def _measure(level: int, num_outputs: int) -> str:
     activation, leaves = _case(level, num_outputs)
     h, loc, var = leaves
     M = activation.num_inducing
-    nodes = partial(activation.moment_table, loc, var)
+    nodes = partial(activation.interval_table, loc, var)
     routes = {"local": partial(activation.combine_moments, h, loc, var, route="local")}
     if B * P * M * num_outputs <= MAX_DENSE_PRODUCT:
         routes["dense"] = partial(activation.combine_moments, h, loc, var, route="dense")
@@ -67,7 +67,7 @@ def _growth_with_nodes() -> str:
     candidates = {}
     for level in LEVELS:
         activation, (h, loc, var) = _case(level, 1)
-        table = activation.moment_table(loc.detach(), var.detach()).requires_grad_()
+        table = activation.interval_table(loc.detach(), var.detach()).requires_grad_()
         fn = partial(activation._interpolate_moments, h.mT.unsqueeze(0), table, None)
         candidates[str(2**level - 1)] = partial(_backward, fn, [h, table])
     timings = time_side_by_side(candidates, repetitions=15)

@@ -49,8 +49,9 @@ from pyro_dak.diagnostics.plots import (
     plot_predictive_band,
     plot_reliability,
 )
+from pyro_dak.diagnostics.posterior_moments import response
 from pyro_dak.diagnostics.summary import summary
-from pyro_dak.inference.densities import cached_inputs, checked_data, log_likelihood, response
+from pyro_dak.inference.densities import cached_inputs, checked_data, log_likelihood
 from pyro_dak.inference.draws import Posterior, as_guide, draw_posterior
 from pyro_dak.validation import check_choice
 

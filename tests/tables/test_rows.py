@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from pyro_dak.tables.ensemble_training import Rows
 
-from pyro_dak.tables.rows import default_batch_size, default_epochs, held_out_rows, without
+from pyro_dak.tables.rows import Rows, default_batch_size, default_epochs, held_out_rows, without
 
 
 def test_every_member_has_held_out_rows_of_its_own():
