@@ -261,15 +261,19 @@ def two_nodes(
     weight sigma exp(-distance / lengthscale) and the other one has 0. A NaN lands in interval 0 and
     shows in the weights.
     """
-    M = intervals.num_nodes
-    x = (h.contiguous() - intervals.low) / intervals.spacing  # rows last in memory
+    M, is_compiling = intervals.num_nodes, torch.compiler.is_compiling()
+    h = h if is_compiling else h.contiguous()  # rows last in memory
+    x = (h - intervals.low) / intervals.spacing
     j = x.detach().clamp(0, M).to(torch.int32).clamp(0, M)
     nearest = x.clamp(1, M)
     decay = ((x - nearest).abs() * -intervals.delta).exp()
     if sigma is not None:
         decay = decay * sigma.unsqueeze(-1)
     # The distance to the other node, 1 - a for the left node and a for the right one.
-    a = torch.addcmul(intervals.ends, intervals.signs, nearest - j)
+    a = nearest - j
+    if is_compiling:
+        return j, torch.stack([sinh_ratio(part, intervals) * decay for part in (1 - a, a)])
+    a = torch.addcmul(intervals.ends, intervals.signs, a)
     return j, sinh_ratio(a, intervals) * decay
 
 
