@@ -14,13 +14,14 @@ import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, pyro_method
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_positive
 
-__all__ = ["GaussianGuide", "NormalParameters", "SiteNormals", "tril"]
+__all__ = ["GaussianGuide", "NormalParameters", "SiteNormals", "independent_roots", "tril"]
 
 NormalParameters = Mapping[str, tuple[Any, Any]]
 
@@ -57,13 +58,13 @@ class GaussianGuide(PyroModule):
         """Sample every site; arguments are those of the model and are not read."""
         values = self.sample_weights()
         for name in self.scale_sites:
-            values[name] = pyro.sample(name, self.scale_distribution(name))
+            q = dist.LogNormal(*self.normal(name)).to_event(len(self.site_shapes[name]))
+            values[name] = pyro.sample(name, q)
         return values
 
-    def scale_distribution(self, name: str) -> dist.Distribution:
-        """q of a shrinkage site."""
-        loc, log_scale = getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale")
-        return dist.LogNormal(loc, log_scale.exp()).to_event(len(self.site_shapes[name]))
+    def normal(self, name: str) -> tuple[Tensor, Tensor]:
+        """The parameters of a site that has its own: means and standard deviations."""
+        return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
 
     @pyro_method
     def announce_parameters(self) -> None:
@@ -119,8 +120,18 @@ def tril(raw: Tensor) -> Tensor:
     return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
 
 
+def independent_roots(z_root: Tensor, linear: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Roots of z and of an independent linear term, whose scales get a column of their own."""
+    if linear is None:
+        return z_root, None
+    return pad(z_root, (1, 0)), pad(linear.unsqueeze(-1), (0, z_root.shape[-1]))
+
+
 class SiteNormals(GaussianGuide):
-    """Guides in which some sites are independent normals, `NAME_loc` and `NAME_log_scale`."""
+    """Guides in which the sites are independent, and all but z are normals of their own.
+
+    Their parameters are `NAME_loc` and `NAME_log_scale`.
+    """
 
     def add_normals(self, names: list[str]) -> None:
         """Register means and logarithms of standard deviations of these sites."""
@@ -129,24 +140,18 @@ class SiteNormals(GaussianGuide):
             self.register_parameter(f"{name}_loc", self.initial_loc(*shape))
             self.register_parameter(f"{name}_log_scale", self.initial_log_scale(*shape))
 
-    def normal(self, name: str) -> tuple[Tensor, Tensor]:
-        """Means and standard deviations of a site of independent normals."""
-        return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
-
-    def normal_distribution(self, name: str) -> dist.Distribution:
-        """q of a site of independent normals."""
+    def site_distribution(self, name: str) -> dist.Distribution:
+        """q of a site."""
         return dist.Normal(*self.normal(name)).to_event(len(self.site_shapes[name]))
 
-    def independent_roots(self, z_root: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Roots of z and of an independent linear term, which gets a column of its own."""
-        if "linear" not in self.site_shapes:
-            return z_root, None
-        linear = torch.nn.functional.pad(
-            self.normal("linear")[1].unsqueeze(-1), (0, z_root.shape[-1])
-        )
-        return torch.nn.functional.pad(z_root, (1, 0)), linear
+    def sample_weights(self) -> dict[str, Tensor]:
+        return {n: pyro.sample(n, self.site_distribution(n)) for n in self.weight_sites}
 
     def weight_means(self) -> Weights:
         return Weights(
             self.z_loc, self.mu_loc, self.linear_loc if "linear" in self.site_shapes else None
         )
+
+    def linear_scale(self) -> Tensor | None:
+        """Standard deviations of the linear term, `(F, P)`, or None if there is none."""
+        return self.normal("linear")[1] if "linear" in self.site_shapes else None
