@@ -153,7 +153,7 @@ def pit_values(
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     is_gaussian = isinstance(model.likelihood, GaussianLikelihood)
-    if is_gaussian and has_closed_form(as_guide(posterior), model):
+    if is_gaussian and has_closed_form(as_guide(posterior)):
         mean, sd, noise_var = response(model, posterior, h, draws)
         return gaussian_pit(y, mean, sd.square() + noise_var)
     y_new = _replicated(model, h, draws, seed)

@@ -210,7 +210,7 @@ def _default_reference(posteriors: Mapping[str, Posterior]) -> str:
 
 
 def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> Elbo:
-    if has_closed_form(guide, model) and model.likelihood.has_closed_form:
+    if has_closed_form(guide) and model.likelihood.has_closed_form:
         priors = [model.normal_prior(name) for name in guide.weight_sites]
         if None not in priors:
             moments = function_moments(model, guide, h)

@@ -105,7 +105,7 @@ def response(model: DAK, posterior: Posterior, h: Tensor, draws: Draws) -> Respo
     draws are joined by the parallel formula for sums of squares, in which nothing cancels.
     """
     guide = as_guide(posterior, torch.float64)
-    if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide, model):
+    if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide):
         moments = function_moments(model, guide, h)
         noise_var = model.likelihood.noise_scale.double().square().expand(moments.mean.shape)
         return Response(moments.mean, moments.var.sqrt(), noise_var)

@@ -34,11 +34,7 @@ _CHUNK_ELEMENTS = 4_000_000
 
 
 def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x, and the targets in the form of the likelihood, in float64 unless they are labels.
-
-    Raises:
-        ValueError: if x and y differ in length, are empty, or hold values that are not allowed.
-    """
+    """x, and the targets in the form of the likelihood, in float64 unless they are labels."""
     y = model.likelihood.check_targets(y, model.num_outputs)
     check_finite("x", x)
     model.likelihood.check_values(y, model.num_outputs)
@@ -82,11 +78,9 @@ def noise_scale(likelihood: Likelihood) -> Tensor | None:
 
 
 def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihood:
-    """A copy of the likelihood in float64, with `noise` in the place of its own scale.
+    """A copy of the likelihood in float64, with `noise` in the place of the scale that it has.
 
-    Args:
-        likelihood: the likelihood. It must have a noise scale if one is given.
-        noise: a scalar or anything that broadcasts against f, `(..., N, C)`.
+    The noise broadcasts against f, `(..., N, C)`.
     """
     likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
     return likelihood if noise is None else likelihood.with_noise(noise.log())

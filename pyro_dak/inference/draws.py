@@ -38,19 +38,13 @@ __all__ = [
 _EXTRA_SITES = ("noise_scale", "unit_scale")
 
 
-def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
+def has_closed_form(guide: nn.Module | None) -> TypeGuard[GaussianGuide]:
     """Whether q(f) is known without draws."""
     return isinstance(guide, GaussianGuide) and guide.has_closed_form
 
 
 def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:
-    """Draws of all sites of a guide, each `(S, 1, *event)`.
-
-    Args:
-        guide: any guide whose sites do not depend on the inputs.
-        num_samples: S.
-        x: inputs, for guides that need arguments.
-    """
+    """Draws of all sites of a guide, each `(S, 1, *event)`; x is for guides that need arguments."""
     trace = _trace_draws(guide, num_samples, x)
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
@@ -130,8 +124,8 @@ def draw_posterior(
     """Draws from a posterior. Samples are returned as they are, a guide is sampled.
 
     Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
+        model: gives the sites.
+        posterior: any of those listed at the top of this module.
         num_samples: draws per chain from a guide.
         num_chains: number of chains that the draws from a guide, which are independent, are
             arranged in.
