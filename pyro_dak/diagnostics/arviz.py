@@ -59,7 +59,7 @@ def to_arviz(
 
     Args:
         model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
+        posterior: the posterior of its weights.
         x: inputs, `(N, ...)`.
         y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
         num_samples: number of draws per chain from a guide.
@@ -81,10 +81,7 @@ def to_arviz(
     flat, stats = draws.flat(), dict(draws.stats)
     groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:
-        with torch.random.fork_rng(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed + 1)
-            y_new = predictive_draws(model, h, flat)
+        y_new = predictive_draws(model, h, flat, None if seed is None else seed + 1)
         groups["posterior_predictive"] = {"y": _by_chain(_drop_single_output(y_new, 2), draws)}
     if draws.log_q is not None:
         stats["log_q"] = draws.log_q

@@ -16,7 +16,7 @@ from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
 from pyro_dak.diagnostics.comparison import PosteriorComparison
-from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response, weight_names
 from pyro_dak.diagnostics.sbc import SBCResult
 from pyro_dak.inference.densities import cached_inputs
 from pyro_dak.inference.draws import Posterior, draw_posterior
@@ -56,19 +56,17 @@ def _as_list(axes: Any) -> list[Any]:
     return list(axes) if hasattr(axes, "__len__") else [axes]
 
 
-def _style(ax: Any, title: str | None, xlabel: str, ylabel: str) -> Any:
+def _style(ax: Any, xlabel: str, ylabel: str, title: str = "", has_legend: bool = False) -> Any:
     if title:
         ax.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    if has_legend:
+        ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
     ax.set_xlabel(xlabel, color=_MUTED)
     ax.set_ylabel(ylabel, color=_MUTED)
     ax.tick_params(colors=_MUTED, length=3)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(_RULE)
     return ax
-
-
-def _legend(ax: Any) -> None:
-    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
 
 
 def _normal_quantile(level: float) -> float:
@@ -143,8 +141,7 @@ def plot_predictive_band(
         y = y[:, min(output, y.shape[1] - 1)]
         y = (y == output).double() if is_class else y
         ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=_INK, mew=0, label="data")
-    _legend(ax)
-    return _style(ax, None, "x", f"P(class {output})" if is_class else "y")
+    return _style(ax, "x", f"P(class {output})" if is_class else "y", has_legend=True)
 
 
 @torch.no_grad()
@@ -164,7 +161,7 @@ def plot_components(
 
     Args:
         model: a model without a prior on `shrinkage`.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
+        posterior: the posterior of its weights.
         x: inputs, `(N, ...)`.
         units: which units to draw; by default the first six.
         output: which function to draw.
@@ -175,31 +172,26 @@ def plot_components(
         raise NotImplementedError(
             "Components cannot be drawn with a prior on `shrinkage`; draw a model without it."
         )
-    F, P, M = model.site_shapes["z"]
-    check_integer("output", output, minimum=0, maximum=F - 1)
-    chosen = list(range(min(P, 6))) if units is None else list(units)
-    h = cached_inputs(model, x)
-    fit, quantile = gaussian_fit(model, posterior), _normal_quantile(level)
-    K = model.layer.num_weights
+    check_integer("output", output, minimum=0, maximum=model.num_functions - 1)
+    chosen = list(range(min(model.num_units, 6))) if units is None else list(units)
+    h, quantile = cached_inputs(model, x), _normal_quantile(level)
+    own = slice(output * model.layer.num_weights, (output + 1) * model.layer.num_weights)
+    fit, names = gaussian_fit(model, posterior), weight_names(model)[1][own]
+    loc, cov = fit.mean[own], fit.cov[own, own]
     axes = _axes(axes, len(chosen), (2.8, 2.6))
     for i, (ax, p) in enumerate(zip(_as_list(axes), chosen, strict=True)):
         grid = torch.linspace(float(h[:, p].min()), float(h[:, p].max()), 300, dtype=h.dtype)
-        middle = h.mean(0).expand(len(grid), P).clone()
-        middle[:, p] = grid.to(h.device)
-        start = K - P * M + p * M
-        linear = [1 + p] if model.layer.linear_term else []
-        index = torch.tensor([*linear, *range(start, start + M)], device=h.device)
-        design = model.layer.design(middle)[:, index]
-        index = index + output * K
-        mean = design @ fit.mean[index]
-        sd = ((design @ fit.cov[index][:, index]) * design).sum(-1).clamp(min=0).sqrt()
-        mean, width, grid = _numpy(mean), quantile * _numpy(sd), _numpy(grid)
+        is_own = torch.tensor([name == f"unit {p}" for name in names], device=h.device)
+        design = model.layer.design(grid.to(h.device).unsqueeze(-1).expand(-1, h.shape[-1]))
+        design = design * is_own
+        sd = ((design @ cov) * design).sum(-1).clamp(min=0).sqrt()
+        mean, width, grid = _numpy(design @ loc), quantile * _numpy(sd), _numpy(grid)
         ax.axhline(0, color=_RULE, lw=0.8, zorder=0)
         ax.fill_between(grid, mean - width, mean + width, color=PALETTE[0], alpha=0.2, lw=0)
         ax.plot(grid, mean, color=PALETTE[0], lw=1.8)
         ticks, place = _numpy(h[:: max(1, len(h) // 200), p]), ax.get_xaxis_transform()
         ax.plot(ticks, [0.02] * len(ticks), "|", color=_MUTED, ms=4, transform=place)
-        _style(ax, f"unit {p}", "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$")
+        _style(ax, "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$", f"unit {p}")
     return axes
 
 
@@ -214,8 +206,7 @@ def plot_learning_curves(history: History, ax: Any = None) -> Any:
         ax.plot(range(1, len(values) + 1), values, color=color, lw=1.6, label=label)
     if history.best_epoch is not None:
         ax.axvline(history.best_epoch, color=_MUTED, lw=0.8, ls=":", label="best")
-    _legend(ax)
-    return _style(ax, None, "epoch", "loss per row")
+    return _style(ax, "epoch", "loss per row", has_legend=True)
 
 
 def plot_reliability(
@@ -228,9 +219,7 @@ def plot_reliability(
         confidence, accuracy, rows = (_numpy(part) for part in curve)
         ax.plot(confidence, accuracy, color=color, lw=1.4, label=name)
         ax.scatter(confidence, accuracy, s=12 + 120 * rows / rows.sum(), color=color, lw=0)
-    if isinstance(probs, Mapping):
-        _legend(ax)
-    return _style(ax, None, "confidence", "accuracy")
+    return _style(ax, "confidence", "accuracy", has_legend=isinstance(probs, Mapping))
 
 
 def _on_diagonal(
@@ -253,7 +242,7 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     values = pit.flatten().double().cpu()
     counts = torch.histc(values, num_bins, 0.0, 1.0)
     _bars(ax, counts, len(values) / num_bins)
-    return _style(ax, None, "PIT", "rows")
+    return _style(ax, "PIT", "rows")
 
 
 def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
@@ -263,9 +252,7 @@ def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
     for name, values, color in _on_diagonal(ax, pit):
         curve = coverage_curve(values.double(), levels.to(values.device))
         ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name)
-    if isinstance(pit, Mapping):
-        _legend(ax)
-    return _style(ax, None, "level of the interval", "coverage")
+    return _style(ax, "level of the interval", "coverage", has_legend=isinstance(pit, Mapping))
 
 
 def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
@@ -280,8 +267,8 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
         for (name, fit), color in zip(others.items(), cycle(PALETTE), strict=False):
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
-        _style(ax, f"posterior {part}s of the weights", comparison.reference, "")
-    _legend(axes[0])
+        title = f"posterior {part}s of the weights"
+        _style(ax, comparison.reference, "", title, has_legend=part == "mean")
     return axes
 
 
@@ -304,7 +291,7 @@ def plot_sbc(
     axes = _axes(axes, len(chosen), (2.8, 2.6))
     for i, (ax, name) in enumerate(zip(_as_list(axes), chosen, strict=True)):
         _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
-        _style(ax, name, "rank of the truth", "" if i else "simulations")
+        _style(ax, "rank of the truth", "" if i else "simulations", name)
     return axes
 
 
@@ -316,7 +303,7 @@ def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
     ax.axhline(0.7, color=_MUTED, lw=0.9, ls="--")
     for part, color in ((~is_bad, PALETTE[0]), (is_bad, PALETTE[1])):
         ax.plot(rows[part], k[part], "o", ms=3, mew=0, color=color)
-    return _style(ax, None, "row", "k-hat")
+    return _style(ax, "row", "k-hat")
 
 
 def _bars(ax: Any, counts: Tensor, expected: float) -> None:

@@ -6,6 +6,7 @@ are dictionaries with values `(S, *event)`.
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "log_prior",
     "noise_scale",
     "predictive_draws",
+    "seeded",
     "unit_data",
     "with_noise",
 ]
@@ -43,6 +45,15 @@ def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             f"`x` and `y` must have the same, positive length; got {len(x)}, {len(y)}."
         )
     return x, y.double() if y.is_floating_point() else y
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """If a seed is given, torch draws from it inside, and goes on as before after that."""
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()
@@ -107,9 +118,12 @@ def log_likelihood(model: DAK, h: Tensor, y: Tensor, sites: Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def predictive_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
+def predictive_draws(
+    model: DAK, h: Tensor, sites: Mapping[str, Tensor], seed: int | None = None
+) -> Tensor:
     """One y for each draw of the sites, `(S, N, C)`, or `(S, N)` for labels."""
-    return torch.cat([p.sample() for p in likelihoods_of_draws(model, h, sites)])
+    with seeded(seed):
+        return torch.cat([p.sample() for p in likelihoods_of_draws(model, h, sites)])
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from pyro.infer import MCMC
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
+from pyro_dak.inference.densities import seeded
 from pyro_dak.inference.exact import ExactPosterior
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.dak import DAK
@@ -138,9 +139,7 @@ def draw_posterior(
     if guide is not None:
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
-        with evaluating(model, guide), torch.random.fork_rng(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
+        with evaluating(model, guide), seeded(seed):
             first_row = None if x is None else x[:1]
             trace = _trace_draws(guide, num_samples * num_chains, first_row)
         return _from_trace(model, trace, num_samples, num_chains)

@@ -5,7 +5,6 @@ before it: no auxiliary site is needed.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -34,14 +33,17 @@ def flat_priors(
 
     Both have the shape of `like`: `(F, K)` with one row per function, or `(K,)` for all weights.
     """
-    rows: torch.Size = like.shape[:-1]
-    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for name, prior in priors.items():
-        for part, value in zip(parts, prior, strict=True):
-            tensor = torch.as_tensor(value, **options)
-            part.append(tensor.expand(shapes[name]).reshape(*rows, -1))
-    return torch.cat(parts[0], -1), torch.cat(parts[1], -1)
+    columns = [
+        [
+            torch.as_tensor(value, dtype=like.dtype, device=like.device)
+            .expand(shapes[name])
+            .reshape(*like.shape[:-1], -1)
+            for value in prior
+        ]
+        for name, prior in priors.items()
+    ]
+    loc, scale = (torch.cat(part, -1) for part in zip(*columns, strict=True))
+    return loc, scale
 
 
 class _JointGuide(GaussianGuide):
@@ -49,6 +51,8 @@ class _JointGuide(GaussianGuide):
 
     K counts the weights of one function, or those of all functions.
     """
+
+    _sizes: list[int]  # of the sites in a row of `loc`
 
     def split(self, flat: Tensor) -> Weights:
         """Weights from the form of `loc`, with any batch in front."""
@@ -59,17 +63,6 @@ class _JointGuide(GaussianGuide):
             for name, part in zip(self.weight_sites, parts, strict=True)
         }
         return Weights(sites["z"], sites["mu"], sites.get("linear"))
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights of all functions."""
-        return sum(self.site_shapes[name].numel() for name in self.weight_sites)
-
-    @property
-    def _sizes(self) -> list[int]:
-        """Number of weights of each site in a row of `loc`."""
-        rows = self.loc.shape[:-1].numel()
-        return [self.site_shapes[name].numel() // rows for name in self.weight_sites]
 
     def weight_means(self) -> Weights:
         return self.split(self.loc)
@@ -101,7 +94,8 @@ class FullRankGuide(_JointGuide):
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
-        F, K = self.site_shapes["mu"][0], self.num_weights // self.site_shapes["mu"][0]
+        self._sizes = [self.site_shapes[n][1:].numel() for n in self.weight_sites]
+        F, K = self.site_shapes["mu"][0], sum(self._sizes)
         self.loc = self.initial_loc(F, K)
         self.raw_tril = self.initial_raw_tril(F, K, K)
 
@@ -159,7 +153,8 @@ class LowRankGuide(_JointGuide):
         super().__init__(model, init_scale, init_loc_scale)
         check_integer("rank", rank, minimum=1)
         self.rank = rank
-        K = self.num_weights
+        self._sizes = [self.site_shapes[n].numel() for n in self.weight_sites]
+        K = sum(self._sizes)
         self.loc = self.initial_loc(K)
         self.log_scale = self.initial_log_scale(K)
         self.factor = nn.Parameter(0.1 * init_scale / rank**0.5 * torch.randn(K, rank))
