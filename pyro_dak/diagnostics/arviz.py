@@ -58,9 +58,6 @@ def to_arviz(
     `observed_data`, and `constant_data` (inputs of the units, their scales, and the nodes).
 
     Args:
-        model: the model.
-        posterior: the posterior of its weights.
-        x: inputs, `(N, ...)`.
         y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
         num_samples: number of draws per chain from a guide.
         num_chains: number of chains that the independent draws from a guide are arranged in.

@@ -172,8 +172,6 @@ def compare_posteriors(
     dimensions, have a Wasserstein distance of about sqrt(tr(cov) (W + 5) / S) / 2.
 
     Args:
-        model: the model of all of them.
-        posteriors: the posteriors by name.
         x: the inputs that the posteriors were made from, `(N, ...)`.
         y: their targets.
         x_new: inputs at which predictions are compared; by default x.

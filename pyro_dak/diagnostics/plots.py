@@ -96,15 +96,12 @@ def plot_predictive_band(
     posteriors the last one, the reference, is shaded, and the others are lines on top of it.
 
     Args:
-        model: a model of one input.
-        posteriors: a posterior, or several by name.
         x: the inputs to draw at, in ascending order, `(N, 1)`.
         data: observed x and y, which are drawn as points.
         truth: the true function at x.
         level: probability of the band.
         output: which output to draw, or which class's probability.
         noise: whether to draw the edges of the band of y.
-        ax: axis to draw into.
     """
     if x.dim() != 2 or x.shape[1] != 1:
         raise ValueError(f"`x` must have one column, (N, 1); got {tuple(x.shape)}.")
@@ -123,16 +120,14 @@ def plot_predictive_band(
         color, dashes = (PALETTE[0], "-") if is_last else (PALETTE[1 + i % 5], _DASHES[i % 3])
         style = {"color": color, "ls": dashes, "zorder": 2.0 if is_last else 2.5}
         ax.plot(grid, mean, lw=1.8, label=name or f"mean, {level:.0%} band", **style)
-        edges = (mean - quantile * sd, mean + quantile * sd)
+        width, outer = quantile * sd, quantile * (sd**2 + noise_var) ** 0.5
         if is_last:
-            ax.fill_between(grid, *edges, color=color, alpha=0.18, lw=0)
-        else:
-            for edge in edges:
-                ax.plot(grid, edge, lw=1.0, **style)
-        if noise and not is_class:
-            width = quantile * (sd**2 + noise_var) ** 0.5
-            for edge in (mean - width, mean + width):
-                ax.plot(grid, edge, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
+            ax.fill_between(grid, mean - width, mean + width, color=color, alpha=0.18, lw=0)
+        for sign in (-1, 1):
+            if not is_last:
+                ax.plot(grid, mean + sign * width, lw=1.0, **style)
+            if noise and not is_class:
+                ax.plot(grid, mean + sign * outer, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
     if truth is not None:
         values = _numpy(truth.reshape(len(x), -1)[:, 0])
         ax.plot(grid, values, color=_INK, lw=1.1, ls="--", label="truth")
@@ -160,9 +155,6 @@ def plot_components(
     The curves are sigma_p g_p over the range of the unit inputs h_p of x, which are the ticks.
 
     Args:
-        model: a model without a prior on `shrinkage`.
-        posterior: the posterior of its weights.
-        x: inputs, `(N, ...)`.
         units: which units to draw; by default the first six.
         output: which function to draw.
         level: probability of the bands.
@@ -278,7 +270,6 @@ def plot_sbc(
     """Histograms of the ranks of some quantities: flat, within the band, if inference is right.
 
     Args:
-        result: the result of `simulation_based_calibration`.
         names: which quantities to draw; by default the first and the last three.
         num_bins: number of bins, which must divide the number of ranks.
         axes: axes to draw into, one for each name.

@@ -125,8 +125,6 @@ def draw_posterior(
     """Draws from a posterior. Samples are returned as they are, a guide is sampled.
 
     Args:
-        model: gives the sites.
-        posterior: any of those listed at the top of this module.
         num_samples: draws per chain from a guide.
         num_chains: number of chains that the draws from a guide, which are independent, are
             arranged in.

@@ -51,8 +51,7 @@ class GaussianGuide(PyroModule):
         for name in self.scale_sites:
             shape = self.site_shapes[name]
             self.register_parameter(f"{name}_loc", nn.Parameter(torch.zeros(shape)))
-            log_scale = torch.full(shape, math.log(init_scale))
-            self.register_parameter(f"{name}_log_scale", nn.Parameter(log_scale))
+            self.register_parameter(f"{name}_log_scale", self.initial_log_scale(*shape))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments are those of the model and are not read."""

@@ -114,8 +114,6 @@ def run_nuts(
     Args:
         model: the model. Its network stays fixed, and so do its noise and unit scales unless they
             get a prior here.
-        x: inputs, `(N, ...)`.
-        y: targets.
         num_samples: draws per chain after the warm-up.
         warmup_steps: draws per chain that adapt step size and masses and are thrown away.
         num_chains: number of chains, which run one after the other.

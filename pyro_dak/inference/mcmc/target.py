@@ -147,10 +147,8 @@ class Target:
         if self._normal_prior is not None:
             loc, scale, constant = self._normal_prior
             return constant - 0.5 * ((weights - loc) / scale).square().sum()
-        shapes = [self.model.site_shapes[name] for name in self._weight_priors]
-        parts = weights.split([shape.numel() // shape[0] for shape in shapes], -1)
-        triples = zip(self._weight_priors.values(), parts, shapes, strict=True)
-        return torch.stack([prior.log_prob(w.reshape(shape)) for prior, w, shape in triples]).sum()
+        sites = self.model.layer.split(weights)._asdict()
+        return torch.stack([p.log_prob(sites[n]) for n, p in self._weight_priors.items()]).sum()
 
     def _log_lik(self, weights: Tensor, noise: Tensor | None) -> Tensor:
         """log p(y | f), summed over rows, with `noise` in the place of the likelihood's scale."""
@@ -174,10 +172,7 @@ class Target:
 
     @torch.no_grad()
     def _reduce(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """R, c and r of |y - Phi w|^2 = |c - R w|^2 + r, for Gaussian noise.
-
-        With Phi = Q R: c = Q^T y and r = |y - Q c|^2 for each output.
-        """
+        """With Phi = Q R, |y - Phi w|^2 = |c - R w|^2 + r: R, c and r, for Gaussian noise."""
         if not isinstance(self.model.likelihood, GaussianLikelihood):
             return None
         Q, R = torch.linalg.qr(self.design)
@@ -232,8 +227,8 @@ def _find_whitening(
     covariance A^{-1} for e ~ N(0, I). The root is `(F, K, K)`, one for each function, if the
     likelihood does not couple the functions or there are too many weights, else `(1, F K, F K)`.
 
-    The functions go from weights `(F, K)` to their log prior, a scalar, and from f `(N, F)` to the
-    log-likelihood of each row. The search ends when the Newton decrement is below `tolerance` nats.
+    `log_prior_fn` takes weights `(F, K)`, and `row_log_lik_fn` takes f `(N, F)`. The search ends
+    when the Newton decrement is below `tolerance` nats.
     """
 
     def terms(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,8 +239,12 @@ def _find_whitening(
             (prior_slope,) = torch.autograd.grad(log_prior, w)
             f = (design @ w.mT).detach().requires_grad_()
             log_lik = row_log_lik_fn(f).sum()
-            slope, curvature = _row_derivatives(log_lik, f)
+            (slope,) = torch.autograd.grad(log_lik, f, create_graph=True)
+            # The likelihood of a row depends on the f of that row alone.
+            slopes = [torch.autograd.grad(s.sum(), f, retain_graph=True)[0] for s in slope.mT]
+        curvature = -torch.stack(slopes, -1)  # (N, F, F)
         factor = torch.linalg.cholesky(_total_curvature(design, curvature, prior_precision))
+        slope = slope.detach()
         return -(log_prior + log_lik).detach(), -(prior_slope + slope.mT @ design), factor
 
     weights = torch.zeros_like(prior_precision)
@@ -268,18 +267,6 @@ def _find_whitening(
     return weights, root
 
 
-def _row_derivatives(log_lik: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-    """First and minus second derivatives in f `(N, F)`, `(N, F)` and `(N, F, F)`.
-
-    The likelihood of a row depends on the f of that row alone.
-    """
-    (slope,) = torch.autograd.grad(log_lik, f, create_graph=True)
-    columns = [
-        torch.autograd.grad(slope[:, c].sum(), f, retain_graph=True)[0] for c in range(f.shape[-1])
-    ]
-    return slope.detach(), -torch.stack(columns, -1)
-
-
 def _total_curvature(design: Tensor, curvature: Tensor, prior_precision: Tensor) -> Tensor:
     """The curvature over all weights, `(F, K, K)`, or `(1, F K, F K)` if functions are coupled."""
     F, K = prior_precision.shape
@@ -300,14 +287,11 @@ def _total_curvature(design: Tensor, curvature: Tensor, prior_precision: Tensor)
 class _Scales:
     """The scales that are sampled, as one vector of unconstrained coordinates.
 
-    Args:
-        priors: the prior of each scale by name; all its dimensions are event dimensions.
-        current: values of the model, at which a chain starts. A scale that has none starts where
-            its coordinates are zero.
+    A chain starts at the current value of the model. A scale that has none starts where its
+    coordinates are zero. All dimensions of the priors are event dimensions.
     """
 
     def __init__(self, priors: Mapping[str, Distribution], current: Mapping[str, Tensor | None]):
-        self.priors = dict(priors)
         self._transforms = {name: biject_to(prior.support) for name, prior in priors.items()}
         self._shapes: dict[str, torch.Size] = {}
         starts = [torch.zeros(0, dtype=torch.float64)]
