@@ -212,11 +212,8 @@ def posterior_predictive_check(
     for name, statistic_fn in (default if statistics is None else statistics).items():
         for c in range(y.shape[-1]):
             label = name if y.shape[-1] == 1 else f"{name}[{c}]"
-            checks[label] = _check(statistic_fn(y[:, c]), statistic_fn(y_new[..., c]))
+            observed, replicated = statistic_fn(y[:, c]), statistic_fn(y_new[..., c])
+            above, same = replicated > observed, replicated == observed
+            p_value = float(above.double().mean() + 0.5 * same.double().mean())
+            checks[label] = PredictiveCheck(float(observed), replicated, p_value)
     return checks
-
-
-def _check(observed: Tensor, replicated: Tensor) -> PredictiveCheck:
-    above, same = replicated > observed, replicated == observed
-    p_value = float(above.double().mean() + 0.5 * same.double().mean())
-    return PredictiveCheck(float(observed), replicated, p_value)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -50,10 +51,6 @@ def _axes(ax: Any, columns: int = 1, size: tuple[float, float] = (5.0, 3.4)) -> 
     pyplot = import_optional("matplotlib.pyplot")
     figsize = (size[0] * columns, size[1])
     return pyplot.subplots(1, columns, figsize=figsize, layout="constrained")[1]
-
-
-def _as_list(axes: Any) -> list[Any]:
-    return list(axes) if hasattr(axes, "__len__") else [axes]
 
 
 def _style(ax: Any, xlabel: str, ylabel: str, title: str = "", has_legend: bool = False) -> Any:
@@ -171,7 +168,7 @@ def plot_components(
     fit, names = gaussian_fit(model, posterior), weight_names(model)[1][own]
     loc, cov = fit.mean[own], fit.cov[own, own]
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    for i, (ax, p) in enumerate(zip(_as_list(axes), chosen, strict=True)):
+    for i, (ax, p) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         grid = torch.linspace(float(h[:, p].min()), float(h[:, p].max()), 300, dtype=h.dtype)
         is_own = torch.tensor([name == f"unit {p}" for name in names], device=h.device)
         design = model.layer.design(grid.to(h.device).unsqueeze(-1).expand(-1, h.shape[-1]))
@@ -215,10 +212,10 @@ def plot_reliability(
 
 
 def _on_diagonal(
-    ax: Any, values: Tensor | Mapping[str, Tensor]
-) -> Iterator[tuple[str | None, Tensor, str]]:
+    ax: Any, values: Any, ends: tuple[float, float] = (0, 1)
+) -> Iterator[tuple[str | None, Any, str]]:
     """Draw the diagonal, and give name, values and colour of what is to be drawn over it."""
-    ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
+    ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
     named = values if isinstance(values, Mapping) else {None: values}
     for (name, one), color in zip(named.items(), cycle(PALETTE), strict=False):
         yield name, one, color
@@ -231,9 +228,8 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     they are biased.
     """
     ax = _axes(ax)
-    values = pit.flatten().double().cpu()
-    counts = torch.histc(values, num_bins, 0.0, 1.0)
-    _bars(ax, counts, len(values) / num_bins)
+    counts = torch.histc(pit.flatten().double().cpu(), num_bins, 0.0, 1.0)
+    _bars(ax, counts, pit.numel() / num_bins)
     return _style(ax, "PIT", "rows")
 
 
@@ -254,9 +250,7 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
     others = {n: f for n, f in comparison.fits.items() if n != comparison.reference}
     for ax, part in zip(axes, ("mean", "sd"), strict=True):
         truth = _numpy(getattr(reference, part))
-        ends = [float(truth.min()), float(truth.max())]
-        ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
-        for (name, fit), color in zip(others.items(), cycle(PALETTE), strict=False):
+        for name, fit, color in _on_diagonal(ax, others, (truth.min(), truth.max())):
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
         title = f"posterior {part}s of the weights"
@@ -280,7 +274,7 @@ def plot_sbc(
         raise ValueError(f"`names` must be quantities of the result; got {unknown}.")
     counts = result.counts(num_bins)
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    for i, (ax, name) in enumerate(zip(_as_list(axes), chosen, strict=True)):
+    for i, (ax, name) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
         _style(ax, "rank of the truth", "" if i else "simulations", name)
     return axes

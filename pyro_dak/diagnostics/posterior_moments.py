@@ -10,7 +10,7 @@ from pyro.distributions import Categorical
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments
-from pyro_dak.inference.densities import likelihoods_of_draws
+from pyro_dak.inference.densities import likelihoods_of_draws, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide
 from pyro_dak.model.dak import DAK
@@ -118,8 +118,8 @@ def response(model: DAK, posterior: Posterior, h: Tensor, draws: Draws) -> Respo
     guide = as_guide(posterior, torch.float64)
     if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide):
         moments = function_moments(model, guide, h)
-        noise_var = model.likelihood.noise_scale.double().square().expand(moments.mean.shape)
-        return Response(moments.mean, moments.var.sqrt(), noise_var)
+        mean, var, noise_var = with_noise(model.likelihood).predictive_moments(moments)
+        return Response(mean, var.sqrt(), noise_var)
     count, mean, squares, noise_var = 0, h.new_zeros(()), h.new_zeros(()), h.new_zeros(())
     for p in likelihoods_of_draws(model, h, draws.flat()):
         values, variances = p.mean, p.variance

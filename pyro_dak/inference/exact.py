@@ -24,12 +24,7 @@ class ExactPosterior(NamedTuple):
 
 @torch.no_grad()
 def exact_posterior(
-    model: DAK,
-    x: Tensor,
-    y: Tensor,
-    *,
-    residual_variance: bool = False,
-    chunk_size: int = 4096,
+    model: DAK, x: Tensor, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
 ) -> ExactPosterior:
     """Posterior of (z, mu, linear) at the features as they are, exactly, in float64.
 
@@ -51,7 +46,13 @@ def exact_posterior(
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
     """
-    priors, noise_var = _normal_priors(model), _noise_scale(model).square()
+    priors = _normal_priors(model)
+    if not isinstance(model.likelihood, GaussianLikelihood):
+        raise NotImplementedError(
+            f"The exact posterior needs GaussianLikelihood; got {type(model.likelihood).__name__}. "
+            "Use run_nuts or a guide."
+        )
+    noise_var = model.likelihood.noise_scale.double().square()
     x, y = checked_data(model, x, y)
     like = model.layer.log_unit_scale
     with torch.random.fork_rng(devices=[]):  # the guide's random start is not used
@@ -106,12 +107,3 @@ def _normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
             )
         priors[name] = prior
     return priors
-
-
-def _noise_scale(model: DAK) -> Tensor:
-    if not isinstance(model.likelihood, GaussianLikelihood):
-        raise NotImplementedError(
-            f"The exact posterior needs GaussianLikelihood; got {type(model.likelihood).__name__}. "
-            "Use run_nuts or a guide."
-        )
-    return model.likelihood.noise_scale.double().expand(model.num_outputs)

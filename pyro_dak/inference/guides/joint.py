@@ -14,12 +14,7 @@ from torch.distributions.transforms import ReshapeTransform
 
 from pyro_dak.additive.gaussian import FunctionMoments, kl_low_rank, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer, Weights
-from pyro_dak.inference.guides.base import (
-    GaussianGuide,
-    NormalParameters,
-    independent_roots,
-    tril,
-)
+from pyro_dak.inference.guides.base import GaussianGuide, NormalParameters, independent_roots, tril
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_integer
 

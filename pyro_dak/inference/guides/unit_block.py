@@ -5,12 +5,7 @@ from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, kl_diagonal, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer
-from pyro_dak.inference.guides.base import (
-    NormalParameters,
-    SiteNormals,
-    independent_roots,
-    tril,
-)
+from pyro_dak.inference.guides.base import NormalParameters, SiteNormals, independent_roots, tril
 from pyro_dak.model.dak import DAK
 
 __all__ = ["UnitBlockGuide"]

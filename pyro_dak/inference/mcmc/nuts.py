@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
 
-from pyro_dak.inference.densities import log_joint, noise_scale, unit_data
+from pyro_dak.inference.densities import log_joint, noise_scale, seeded, unit_data
 from pyro_dak.inference.draws import Draws
 from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
 from pyro_dak.inference.mcmc.target import Target
@@ -186,8 +186,7 @@ def _run(
         for chain in range(num_chains):
             label = f"chain {chain + 1}/{num_chains}" if progress else None
             kernel = kernel_fn(potential_fn=target, adapt_mass_matrix=should_adapt)
-            with torch.enable_grad(), torch.random.fork_rng():
-                torch.manual_seed(seed + chain)
+            with torch.enable_grad(), seeded(seed + chain):
                 runs.append(_run_chain(target, kernel, num_samples, warmup_steps, label))
         run = MCMCRun(
             {name: torch.cat([r.sites[name] for r in runs]) for name in runs[0].sites},
@@ -230,8 +229,8 @@ def _run_chain(
     initial = {"position": target.initial_position(generator)}
     steps, step_sizes = [], []
     start, last = time.perf_counter(), {}
-    length, hidden = warmup_steps + num_samples, label is None
-    bar = tqdm(total=length, desc=label, unit="draw", disable=hidden, file=sys.stderr)
+    options: dict[str, Any] = {"unit": "draw", "disable": label is None, "file": sys.stderr}
+    bar = tqdm(total=warmup_steps + num_samples, desc=label, **options)
 
     def hook_fn(kernel: Any, params: object, stage: str, index: int) -> None:
         if stage.startswith("Sample"):
@@ -246,15 +245,14 @@ def _run_chain(
     mcmc = MCMC(kernel, num_samples, warmup_steps, **options)
     with bar:
         mcmc.run()
-    sites = target.sites(mcmc.get_samples()["position"])
-    diverging = torch.zeros(num_samples, dtype=torch.bool)
-    diverging[list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
+    sites = target.sites(mcmc.get_samples(group_by_chain=True)["position"])
+    diverging = torch.zeros(1, num_samples, dtype=torch.bool)
+    diverging[0, list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
     stats = {
         "diverging": diverging,
-        "n_steps": torch.tensor(steps),
-        "step_size": torch.tensor(step_sizes, dtype=torch.float64),
+        "n_steps": torch.tensor([steps]),
+        "step_size": torch.tensor([step_sizes], dtype=torch.float64),
     }
-    sites, stats = ({n: v.unsqueeze(0) for n, v in part.items()} for part in (sites, stats))
     seconds = time.perf_counter() - start
     return MCMCRun(sites, None, stats, [float(last["acc. prob"])], [seconds])
 

@@ -111,10 +111,10 @@ class Target:
 
     @torch.no_grad()
     def sites(self, positions: Tensor) -> dict[str, Tensor]:
-        """The sites of the model and the sampled scales at positions `(S, D)`, `(S, *event)`."""
-        weights = self.model.layer.split(self._weights(positions[:, : self.num_weights]))
+        """The sites of the model and the sampled scales at positions `(..., D)`, by name."""
+        weights = self.model.layer.split(self._weights(positions[..., : self.num_weights]))
         sites = {name: getattr(weights, name) for name in self._weight_priors}
-        return sites | self._scales.constrain(positions[:, self.num_weights :])[0]
+        return sites | self._scales.constrain(positions[..., self.num_weights :])[0]
 
     def _weights(self, e: Tensor) -> Tensor:
         """w = loc + root e, `(..., F, K)`, from whitened weights `(..., F K)`."""
