@@ -112,7 +112,8 @@ def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]
     """The size of each dimension, and the dimensions of each variable."""
     F, P, M = model.site_shapes["z"]
     output = "output" if model.num_outputs == F else "function"
-    sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M, "obs_id": len(x)}
+    sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M}
+    sizes |= {"obs_id": len(x), "feature": x.shape[-1]}
     dims = {
         "z": [output, "unit", "node"],
         "mu": [output],
@@ -121,6 +122,7 @@ def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]
         "unit_scale": ["unit"],
         "unit_inputs": ["obs_id", "unit"],
         "inducing_points": ["node"],
+        "x": ["obs_id", "feature"],
         "y": ["obs_id"],
     }
     has_columns = model.likelihood.placeholder_targets(1, model.num_outputs).dim() > 1
@@ -129,9 +131,6 @@ def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]
     noise = noise_scale(model.likelihood)
     if noise is not None and noise.dim() == 1:
         dims["noise_scale"] = ["output"]
-    if x.dim() == 2:
-        sizes["feature"] = x.shape[1]
-        dims["x"] = ["obs_id", "feature"]
     return sizes, dims
 
 

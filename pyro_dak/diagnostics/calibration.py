@@ -14,9 +14,6 @@ from torch import Tensor
 __all__ = [
     "ConfidenceBins",
     "Dispersion",
-    "Labels",
-    "Probs",
-    "Values",
     "chi_square_p_value",
     "confidence_bins",
     "coverage_curve",

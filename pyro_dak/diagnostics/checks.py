@@ -109,12 +109,9 @@ def loo(
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     log_lik = log_likelihood(model, h, y, draws.flat()).mT  # (N, S)
-    S = log_lik.shape[-1]
-    ratios = log_lik.new_zeros(S)
-    log_weights = log_lik.new_full((S,), -math.log(S))
-    if draws.log_q is not None:
-        ratios = log_ratios(model, h, y, draws)
-        log_weights = pareto_smooth(ratios).log_weights
+    has_density = draws.log_q is not None
+    ratios = log_ratios(model, h, y, draws) if has_density else torch.zeros_like(log_lik[0])
+    log_weights = pareto_smooth(ratios).log_weights
     parts = [pareto_smooth(ratios - rows, efficiency) for rows in log_lik.split(chunk_size)]
     left_out = torch.cat([part.log_weights for part in parts])
     pointwise = (left_out + log_lik).logsumexp(-1)

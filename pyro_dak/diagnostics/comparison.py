@@ -178,7 +178,6 @@ def compare_posteriors(
         reference: name of the posterior with which the others are compared. By default this is an
             exact posterior, or else the first that is not a guide, or else the last.
         num_samples: number of draws from guides without closed form.
-        seed: seed of those draws.
     """
     if not posteriors:
         raise ValueError("`posteriors` must hold at least one posterior by name; got none.")

@@ -155,7 +155,6 @@ def plot_components(
         units: which units to draw; by default the first six.
         output: which function to draw.
         level: probability of the bands.
-        axes: axes to draw into, one for each unit.
     """
     if model.has_shrinkage:
         raise NotImplementedError(
@@ -266,7 +265,6 @@ def plot_sbc(
     Args:
         names: which quantities to draw; by default the first and the last three.
         num_bins: number of bins, which must divide the number of ranks.
-        axes: axes to draw into, one for each name.
     """
     chosen = [*result.names[:1], *result.names[-3:]] if names is None else list(names)
     unknown = [name for name in chosen if name not in result.names]

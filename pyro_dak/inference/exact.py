@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_dak.inference.densities import checked_data
+from pyro_dak.inference.densities import checked_data, noise_scale
 from pyro_dak.inference.guides.joint import FullRankGuide, flat_priors
+from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating
@@ -46,13 +47,8 @@ def exact_posterior(
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
     """
-    priors = _normal_priors(model)
-    if not isinstance(model.likelihood, GaussianLikelihood):
-        raise NotImplementedError(
-            f"The exact posterior needs GaussianLikelihood; got {type(model.likelihood).__name__}. "
-            "Use run_nuts or a guide."
-        )
-    noise_var = model.likelihood.noise_scale.double().square()
+    priors, noise = _normal_priors(model), noise_scale(model.likelihood)
+    assert noise is not None
     x, y = checked_data(model, x, y)
     like = model.layer.log_unit_scale
     with torch.random.fork_rng(devices=[]):  # the guide's random start is not used
@@ -66,7 +62,7 @@ def exact_posterior(
             h = model.unit_inputs(x_part).double()
             design = model.layer.design(h)
             lost = model.residual_variance(h) if residual_variance else h.new_zeros(len(h), C)
-            var = noise_var + lost  # (n, C)
+            var = noise.square() + lost  # (n, C)
             r = ((y_part - design @ loc0.mT) / var.sqrt()).mT.unsqueeze(-1)  # (C, n, 1)
             B = design / var.sqrt().mT.unsqueeze(-1) * scale0.unsqueeze(-2)  # (C, n, K)
             A += B.mT @ B
@@ -77,8 +73,8 @@ def exact_posterior(
     lower, info = torch.linalg.cholesky_ex(A.flip(-1, -2))
     if bool(info.any()):
         raise ValueError(
-            f"`noise_scale`={float(noise_var.min()) ** 0.5:.2g} is too small against the scale of "
-            "f: the posterior is singular in float64. Raise it."
+            f"`noise_scale`={float(noise.min()):.2g} is too small against the scale of f: the "
+            "posterior is singular in float64. Raise it."
         )
     upper = lower.flip(-1, -2)
     tril = torch.linalg.solve_triangular(upper, eye.expand_as(upper), upper=True).mT
@@ -91,19 +87,15 @@ def exact_posterior(
 
 
 def _normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
-    """(loc, scale) of the prior of each site, or an error that names what is not Gaussian."""
-    if model.has_shrinkage:
-        raise NotImplementedError(
-            "The exact posterior needs Gaussian f, and a prior on `shrinkage` breaks it. "
-            "Use run_nuts."
-        )
-    priors = {}
-    for name in model.site_shapes:
-        prior = model.normal_prior(name)
-        if prior is None:
-            raise NotImplementedError(
-                f"The exact posterior needs normal priors; site `{name}` has "
-                f"{type(model.prior[name]).__name__}. Use run_nuts or a guide."
-            )
-        priors[name] = prior
-    return priors
+    """(loc, scale) of the prior of each site, or an error if the posterior is not Gaussian."""
+    priors = normal_priors(model, model.site_shapes)
+    if not isinstance(model.likelihood, GaussianLikelihood):
+        need = f"GaussianLikelihood; got {type(model.likelihood).__name__}"
+    elif model.has_shrinkage:
+        need = "Gaussian f, and a prior on `shrinkage` breaks it"
+    elif priors is None:
+        name = next(name for name in model.site_shapes if model.normal_prior(name) is None)
+        need = f"normal priors; site `{name}` has {type(model.prior[name]).__name__}"
+    else:
+        return priors
+    raise NotImplementedError(f"The exact posterior needs {need}. Use run_nuts or a guide.")

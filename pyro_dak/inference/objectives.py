@@ -105,10 +105,8 @@ class AnalyticELBO(ELBO):
     """Base: a bound from the exact q(f) of a `GaussianGuide`; subclasses give the expectation."""
 
     @abstractmethod
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`, with q(f) as moments."""
 
     def terms(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
@@ -178,10 +176,8 @@ class ClosedFormELBO(AnalyticELBO):
     For likelihoods whose expectation is closed: Gaussian, heteroscedastic Gaussian, Poisson.
     """
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        return likelihood.expected_log_prob(y, moments)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        return likelihood.expected_log_prob(y, q)
 
 
 class JensenELBO(AnalyticELBO):
@@ -190,10 +186,8 @@ class JensenELBO(AnalyticELBO):
     The normalizer is shifted first so that less is lost (`gaussian.log_normalizer_bound`).
     """
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        return likelihood.expected_log_prob_bound(y, moments)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        return likelihood.expected_log_prob_bound(y, q)
 
 
 class LocalReparamELBO(AnalyticELBO):
@@ -211,8 +205,6 @@ class LocalReparamELBO(AnalyticELBO):
         check_integer("num_samples", num_samples, minimum=1)
         self.num_samples = num_samples
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        f = sample_marginals(moments, self.num_samples)  # (S, N, F)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        f = sample_marginals(q, self.num_samples)  # (S, N, F)
         return likelihood.distribution(f).log_prob(y).mean(0)

@@ -147,9 +147,8 @@ class SiteNormals(GaussianGuide):
         return {n: pyro.sample(n, self.site_distribution(n)) for n in self.weight_sites}
 
     def weight_means(self) -> Weights:
-        return Weights(
-            self.z_loc, self.mu_loc, self.linear_loc if "linear" in self.site_shapes else None
-        )
+        linear = self.linear_loc if "linear" in self.site_shapes else None
+        return Weights(self.z_loc, self.mu_loc, linear)
 
     def linear_scale(self) -> Tensor | None:
         """Standard deviations of the linear term, `(F, P)`, or None if there is none."""
