@@ -16,7 +16,7 @@ from pyro_dak.inference.densities import (
     predictive_draws,
     unit_data,
 )
-from pyro_dak.inference.draws import Draws, Posterior, draw_posterior
+from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 
 __all__ = ["import_optional", "to_arviz"]
@@ -51,6 +51,7 @@ def to_arviz(
 ) -> Any:
     """A posterior with its predictions and log-likelihoods, in the form that ArviZ reads.
 
+    This is an `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`. x is `(N, ...)`.
     The groups are `posterior` (the sites, with dimensions `output, unit, node`; a heteroscedastic
     model has `function` in the place of `output`), `sample_stats` (of a sampler `lp`, `diverging`,
     `n_steps`, `step_size`; of a guide `log_p` and `log_q`, log p(y, w) and log q(w) at its draws),
@@ -63,9 +64,6 @@ def to_arviz(
         num_chains: number of chains that the independent draws from a guide are arranged in.
         posterior_predictive: whether to draw one y at each row for each draw of the weights.
         seed: seed of all draws; with None, torch's global state is used.
-
-    Returns:
-        An `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`.
     """
     arviz = import_optional("arviz")
     if y is None:
@@ -75,19 +73,20 @@ def to_arviz(
     draws = draw_posterior(
         model, posterior, num_samples=num_samples, num_chains=num_chains, x=x, seed=seed
     )
-    flat, stats = draws.flat(), dict(draws.stats)
+    flat, stats, batch = draws.flat(), dict(draws.stats), (draws.num_chains, draws.num_samples)
     groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:
         y_new = predictive_draws(model, h, flat, None if seed is None else seed + 1)
-        groups["posterior_predictive"] = {"y": _by_chain(_drop_single_output(y_new, 2), draws)}
+        y_new = y_new.flatten(1) if model.num_outputs == 1 else y_new
+        groups["posterior_predictive"] = {"y": y_new.unflatten(0, batch)}
     if draws.log_q is not None:
         stats["log_q"] = draws.log_q
     if y is not None:
         log_lik = log_likelihood(model, h, y, flat)
-        groups["log_likelihood"] = {"y": _by_chain(log_lik, draws)}
-        groups["observed_data"] = {"y": _drop_single_output(y, 1)}
+        groups["log_likelihood"] = {"y": log_lik.unflatten(0, batch)}
+        groups["observed_data"] = {"y": y.flatten() if model.num_outputs == 1 else y}
         if draws.log_q is not None:
-            stats["log_p"] = _by_chain(log_prior(model, flat) + log_lik.sum(-1), draws)
+            stats["log_p"] = (log_prior(model, flat) + log_lik.sum(-1)).unflatten(0, batch)
     groups["constant_data"] = {
         "unit_inputs": h,
         "unit_scale": model.unit_scale.detach(),
@@ -96,16 +95,6 @@ def to_arviz(
     if x.dim() == 2:
         groups["constant_data"]["x"] = x
     return _from_groups(arviz, groups, *_names(model, x))
-
-
-def _by_chain(values: Tensor, draws: Draws) -> Tensor:
-    return values.unflatten(0, (draws.num_chains, draws.num_samples))
-
-
-def _drop_single_output(values: Tensor, row_dims: int) -> Tensor:
-    """A single output needs no dimension: `(..., N)` from `(..., N, 1)`."""
-    has_one = values.dim() > row_dims and values.shape[-1] == 1
-    return values.squeeze(-1) if has_one else values
 
 
 def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]:

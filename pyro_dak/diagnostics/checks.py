@@ -99,7 +99,7 @@ def loo(
     Weights 1 / p(y_n | w) leave out row n. For a guide they are multiplied by p(y, w) / q(w), which
     corrects for the guide not being the posterior (Magnusson et al., 2019). The network has seen
     all rows: this is the density of new rows only if the features have not been fitted to the old.
-    x and y are the rows that the posterior was made from.
+    x `(N, ...)` and y are the rows that the posterior was made from.
 
     Args:
         num_samples: number of draws from a guide.
@@ -191,13 +191,13 @@ def posterior_predictive_check(
 ) -> dict[str, PredictiveCheck]:
     """Compare statistics of y with those of data sets that the posterior predicts at the same x.
 
+    The checks have the names of their statistics, or "name[output]" with several outputs. x is
+    `(N, ...)`, and y its targets.
+
     Args:
         statistics: functions from the values of one output, `(..., N)`, to a statistic, `(...)`,
             by name. By default these are `STATISTICS`, and the share of each class for classes.
         num_samples: number of draws from a guide.
-
-    Returns:
-        The checks by the name of their statistic, or "name[output]" with several outputs.
     """
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)

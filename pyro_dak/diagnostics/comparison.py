@@ -181,7 +181,10 @@ def compare_posteriors(
     """
     if not posteriors:
         raise ValueError("`posteriors` must hold at least one posterior by name; got none.")
-    reference = _default_reference(posteriors) if reference is None else reference
+    if reference is None:
+        exact = [n for n, p in posteriors.items() if isinstance(p, ExactPosterior)]
+        samples = [n for n, p in posteriors.items() if as_guide(p) is None]
+        reference = [*exact, *samples, list(posteriors)[-1]][0]
     check_choice("reference", reference, posteriors)
     h, targets = unit_data(model, x, y)
     h_new = h if x_new is None else cached_inputs(model, x_new)
@@ -199,12 +202,6 @@ def compare_posteriors(
         evidence = None
     names = weight_names(model)
     return PosteriorComparison(reference, *names, fits, predictions, elbos, evidence)
-
-
-def _default_reference(posteriors: Mapping[str, Posterior]) -> str:
-    exact = [n for n, p in posteriors.items() if isinstance(p, ExactPosterior)]
-    samples = [n for n, p in posteriors.items() if as_guide(p) is None]
-    return [*exact, *samples, list(posteriors)[-1]][0]
 
 
 def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> Elbo:

@@ -149,7 +149,7 @@ def plot_components(
 ) -> Any:
     """What each unit adds to f against its own input, with a band. Each unit has its own axis.
 
-    The curves are sigma_p g_p over the range of the unit inputs h_p of x, which are the ticks.
+    The curves are sigma_p g_p over the range of the unit inputs h_p of x `(N, ...)`, the ticks.
 
     Args:
         units: which units to draw; by default the first six.

@@ -60,11 +60,9 @@ def gaussian_fit(model: DAK, posterior: Posterior, draws: Draws | None = None) -
 
 def _flat(sites: Mapping[str, Any], has_draws: bool = False) -> Tensor:
     """Weights in the order of `GaussianFit`, `(W,)` or `(S, W)`."""
-    linear = sites.get("linear")
-    parts = [sites["mu"].unsqueeze(-1), sites["z"].flatten(-2)]
-    if linear is not None:
-        parts.insert(1, linear)
-    return torch.cat(parts, -1).flatten(1 if has_draws else 0).double()
+    parts = (sites["mu"].unsqueeze(-1), sites.get("linear"), sites["z"].flatten(-2))
+    flat = torch.cat([part for part in parts if part is not None], -1)
+    return flat.flatten(1 if has_draws else 0).double()
 
 
 def _covariance(guide: GaussianGuide) -> Tensor:

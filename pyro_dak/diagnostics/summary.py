@@ -103,8 +103,8 @@ def summary(
     sampler. On rows that the network was trained on, calibration looks better than it is: give
     held-out rows to judge it.
 
-    x and y are the rows that the posterior was made from. `num_samples` is the number of draws from
-    a guide.
+    x `(N, ...)` and y are the rows that the posterior was made from. `num_samples` is the number of
+    draws from a guide.
     """
     h, targets = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)

@@ -29,14 +29,12 @@ NormalParameters = Mapping[str, tuple[Any, Any]]
 class GaussianGuide(PyroModule):
     """q(z, mu, linear) Gaussian, times independent log-normals for the shrinkage sites.
 
+    `has_closed_form` says whether q(f) is known without draws, which shrinkage sites prevent.
+
     Args:
         model: gives names and shapes of the sites, and nothing else.
         init_scale: initial standard deviation of every weight.
         init_loc_scale: initial means are drawn from N(0, init_loc_scale^2).
-
-    Attributes:
-        has_closed_form: whether q(f) is known without draws, which a site for the scales of the
-            units would prevent.
     """
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
@@ -110,8 +108,7 @@ class GaussianGuide(PyroModule):
 
     def initial_raw_tril(self, *shape: int) -> nn.Parameter:
         """The matrices whose `tril` are the diagonal Cholesky factors at the start."""
-        size = shape[-1]
-        return nn.Parameter(math.log(self.init_scale) * torch.eye(size).expand(*shape).clone())
+        return nn.Parameter(math.log(self.init_scale) * torch.eye(shape[-1]).expand(shape).clone())
 
 
 def tril(raw: Tensor) -> Tensor:
@@ -127,10 +124,7 @@ def independent_roots(z_root: Tensor, linear: Tensor | None) -> tuple[Tensor, Te
 
 
 class SiteNormals(GaussianGuide):
-    """Guides in which the sites are independent, and all but z are normals of their own.
-
-    Their parameters are `NAME_loc` and `NAME_log_scale`.
-    """
+    """Guides of independent sites, with `NAME_loc` and `NAME_log_scale` for those of normals."""
 
     def add_normals(self, names: list[str]) -> None:
         """Register means and logarithms of standard deviations of these sites."""

@@ -5,6 +5,7 @@ before it: no auxiliary site is needed.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -28,14 +29,10 @@ def flat_priors(
 
     Both have the shape of `like`: `(F, K)` with one row per function, or `(K,)` for all weights.
     """
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     columns = [
-        [
-            torch.as_tensor(value, dtype=like.dtype, device=like.device)
-            .expand(shapes[name])
-            .reshape(*like.shape[:-1], -1)
-            for value in prior
-        ]
-        for name, prior in priors.items()
+        [torch.as_tensor(v, **options).expand(shapes[n]).reshape(*like.shape[:-1], -1) for v in p]
+        for n, p in priors.items()
     ]
     loc, scale = (torch.cat(part, -1) for part in zip(*columns, strict=True))
     return loc, scale
@@ -52,11 +49,8 @@ class _JointGuide(GaussianGuide):
     def split(self, flat: Tensor) -> Weights:
         """Weights from the form of `loc`, with any batch in front."""
         batch = flat.shape[: flat.dim() - self.loc.dim()]
-        parts = flat.split(self._sizes, -1)
-        sites = {
-            name: part.reshape(*batch, *self.site_shapes[name])
-            for name, part in zip(self.weight_sites, parts, strict=True)
-        }
+        parts = zip(self.weight_sites, flat.split(self._sizes, -1), strict=True)
+        sites = {name: part.reshape(*batch, *self.site_shapes[name]) for name, part in parts}
         return Weights(sites["z"], sites["mu"], sites.get("linear"))
 
     def weight_means(self) -> Weights:
@@ -134,12 +128,7 @@ class LowRankGuide(_JointGuide):
     """Covariance diag(scale^2) + B B^T with B of `rank` columns, over all weights of all functions.
 
     Parameters `loc`, `log_scale` `(K,)` and `factor` `(K, rank)` over all weights (mu, linear, z).
-
-    Args:
-        model: gives the sites.
-        rank: number of columns of B.
-        init_scale: initial standard deviation; the columns start at a tenth of it, at random.
-        init_loc_scale: initial means are drawn from N(0, init_loc_scale^2).
+    The columns of B start at random, at a tenth of `init_scale`.
     """
 
     def __init__(

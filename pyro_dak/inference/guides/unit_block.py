@@ -20,7 +20,7 @@ class UnitBlockGuide(SiteNormals):
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
-        self.add_normals([name for name in self.weight_sites if name != "z"])
+        self.add_normals(self.weight_sites[:-1])  # z, which is the last, has its own form
         shape = self.site_shapes["z"]
         self.z_loc = self.initial_loc(*shape)
         self.z_raw_tril = self.initial_raw_tril(*shape, shape[-1])
@@ -49,8 +49,5 @@ class UnitBlockGuide(SiteNormals):
         return independent_roots(self.z_scale_tril, self.linear_scale())
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        kl = kl_tril(self.z_loc, self.z_scale_tril, *priors["z"])
-        for name in self.weight_sites:
-            if name != "z":
-                kl = kl + kl_diagonal(*self.normal(name), *priors[name])
-        return kl
+        others = [kl_diagonal(*self.normal(name), *priors[name]) for name in self.weight_sites[:-1]]
+        return kl_tril(self.z_loc, self.z_scale_tril, *priors["z"]) + sum(others)

@@ -107,9 +107,10 @@ def run_nuts(
 ) -> MCMCRun:
     """Samples of all weights by the No-U-Turn sampler, with the features held fixed.
 
-    The unit inputs are computed once, in eval mode; after that a step costs one matrix product.
+    The unit inputs of x `(N, ...)` are computed once, in eval mode; then a step costs one product.
     Any likelihood is allowed, and any prior whose weights are real numbers. The scales of a prior
-    on `shrinkage` are sampled along with the weights.
+    on `shrinkage` are sampled along with the weights. A warning says so if there are divergences
+    or if r-hat is above 1.05.
 
     Args:
         model: the model. Its network stays fixed, and so do its noise and unit scales unless they
@@ -125,9 +126,6 @@ def run_nuts(
             at the mode.
         seed: chain k uses seed + k.
         progress: whether to show a bar for each chain.
-
-    Returns:
-        The draws. A warning says so if there are divergences or r-hat is above 1.05.
     """
     kernel_fn = partial(NUTS, max_tree_depth=max_tree_depth, target_accept_prob=target_accept_prob)
     options: dict[str, Any] = {"whiten": whiten, "seed": seed, "progress": progress}
