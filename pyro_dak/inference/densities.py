@@ -49,7 +49,7 @@ def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """If a seed is given, torch draws from it inside, and goes on as before after that."""
+    """A context in which torch draws from the seed, if one is given; its state comes back after."""
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)

@@ -60,7 +60,7 @@ class GaussianGuide(PyroModule):
         return values
 
     def normal(self, name: str) -> tuple[Tensor, Tensor]:
-        """The parameters of a site that has its own: means and standard deviations."""
+        """Means and standard deviations of a site that has parameters of its own."""
         return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
 
     @pyro_method
@@ -124,7 +124,7 @@ def independent_roots(z_root: Tensor, linear: Tensor | None) -> tuple[Tensor, Te
 
 
 class SiteNormals(GaussianGuide):
-    """Guides of independent sites, with `NAME_loc` and `NAME_log_scale` for those of normals."""
+    """Guides whose sites are independent. A normal site has `NAME_loc` and `NAME_log_scale`."""
 
     def add_normals(self, names: list[str]) -> None:
         """Register means and logarithms of standard deviations of these sites."""

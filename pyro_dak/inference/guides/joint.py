@@ -44,7 +44,7 @@ class _JointGuide(GaussianGuide):
     K counts the weights of one function, or those of all functions.
     """
 
-    _sizes: list[int]  # of the sites in a row of `loc`
+    _sizes: list[int]  # number of weights of each site in a row of `loc`
 
     def split(self, flat: Tensor) -> Weights:
         """Weights from the form of `loc`, with any batch in front."""

@@ -107,7 +107,7 @@ def run_nuts(
 ) -> MCMCRun:
     """Samples of all weights by the No-U-Turn sampler, with the features held fixed.
 
-    The unit inputs of x `(N, ...)` are computed once, in eval mode; then a step costs one product.
+    The unit inputs of x `(N, ...)` are computed once, in eval mode; after that steps are cheap.
     Any likelihood is allowed, and any prior whose weights are real numbers. The scales of a prior
     on `shrinkage` are sampled along with the weights. A warning says so if there are divergences
     or if r-hat is above 1.05.

@@ -172,7 +172,7 @@ class Target:
 
     @torch.no_grad()
     def _reduce(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """With Phi = Q R, |y - Phi w|^2 = |c - R w|^2 + r: R, c and r, for Gaussian noise."""
+        """R, c and r of |y - Phi w|^2 = |c - R w|^2 + r with Phi = Q R, for Gaussian noise."""
         if not isinstance(self.model.likelihood, GaussianLikelihood):
             return None
         Q, R = torch.linalg.qr(self.design)
