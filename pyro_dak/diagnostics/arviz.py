@@ -16,7 +16,7 @@ from pyro_dak.inference.densities import (
     predictive_draws,
     unit_data,
 )
-from pyro_dak.inference.draws import Draws, Posterior, draw_posterior
+from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 
 __all__ = ["import_optional", "to_arviz"]
@@ -51,6 +51,7 @@ def to_arviz(
 ) -> Any:
     """A posterior with its predictions and log-likelihoods, in the form that ArviZ reads.
 
+    This is an `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`. x is `(N, ...)`.
     The groups are `posterior` (the sites, with dimensions `output, unit, node`; a heteroscedastic
     model has `function` in the place of `output`), `sample_stats` (of a sampler `lp`, `diverging`,
     `n_steps`, `step_size`; of a guide `log_p` and `log_q`, log p(y, w) and log q(w) at its draws),
@@ -58,17 +59,11 @@ def to_arviz(
     `observed_data`, and `constant_data` (inputs of the units, their scales, and the nodes).
 
     Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: inputs, `(N, ...)`.
         y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
         num_samples: number of draws per chain from a guide.
         num_chains: number of chains that the independent draws from a guide are arranged in.
         posterior_predictive: whether to draw one y at each row for each draw of the weights.
         seed: seed of all draws; with None, torch's global state is used.
-
-    Returns:
-        An `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`.
     """
     arviz = import_optional("arviz")
     if y is None:
@@ -78,22 +73,20 @@ def to_arviz(
     draws = draw_posterior(
         model, posterior, num_samples=num_samples, num_chains=num_chains, x=x, seed=seed
     )
-    flat, stats = draws.flat(), dict(draws.stats)
+    flat, stats, batch = draws.flat(), dict(draws.stats), (draws.num_chains, draws.num_samples)
     groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:
-        with torch.random.fork_rng(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed + 1)
-            y_new = predictive_draws(model, h, flat)
-        groups["posterior_predictive"] = {"y": _by_chain(_drop_single_output(y_new, 2), draws)}
+        y_new = predictive_draws(model, h, flat, None if seed is None else seed + 1)
+        y_new = y_new.flatten(1) if model.num_outputs == 1 else y_new
+        groups["posterior_predictive"] = {"y": y_new.unflatten(0, batch)}
     if draws.log_q is not None:
         stats["log_q"] = draws.log_q
     if y is not None:
         log_lik = log_likelihood(model, h, y, flat)
-        groups["log_likelihood"] = {"y": _by_chain(log_lik, draws)}
-        groups["observed_data"] = {"y": _drop_single_output(y, 1)}
+        groups["log_likelihood"] = {"y": log_lik.unflatten(0, batch)}
+        groups["observed_data"] = {"y": y.flatten() if model.num_outputs == 1 else y}
         if draws.log_q is not None:
-            stats["log_p"] = _by_chain(log_prior(model, flat) + log_lik.sum(-1), draws)
+            stats["log_p"] = (log_prior(model, flat) + log_lik.sum(-1)).unflatten(0, batch)
     groups["constant_data"] = {
         "unit_inputs": h,
         "unit_scale": model.unit_scale.detach(),
@@ -104,21 +97,12 @@ def to_arviz(
     return _from_groups(arviz, groups, *_names(model, x))
 
 
-def _by_chain(values: Tensor, draws: Draws) -> Tensor:
-    return values.unflatten(0, (draws.num_chains, draws.num_samples))
-
-
-def _drop_single_output(values: Tensor, row_dims: int) -> Tensor:
-    """A single output needs no dimension: `(..., N)` from `(..., N, 1)`."""
-    has_one = values.dim() > row_dims and values.shape[-1] == 1
-    return values.squeeze(-1) if has_one else values
-
-
 def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]:
     """The size of each dimension, and the dimensions of each variable."""
     F, P, M = model.site_shapes["z"]
     output = "output" if model.num_outputs == F else "function"
-    sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M, "obs_id": len(x)}
+    sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M}
+    sizes |= {"obs_id": len(x), "feature": x.shape[-1]}
     dims = {
         "z": [output, "unit", "node"],
         "mu": [output],
@@ -127,6 +111,7 @@ def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]
         "unit_scale": ["unit"],
         "unit_inputs": ["obs_id", "unit"],
         "inducing_points": ["node"],
+        "x": ["obs_id", "feature"],
         "y": ["obs_id"],
     }
     has_columns = model.likelihood.placeholder_targets(1, model.num_outputs).dim() > 1
@@ -135,9 +120,6 @@ def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]
     noise = noise_scale(model.likelihood)
     if noise is not None and noise.dim() == 1:
         dims["noise_scale"] = ["output"]
-    if x.dim() == 2:
-        sizes["feature"] = x.shape[1]
-        dims["x"] = ["obs_id", "feature"]
     return sizes, dims
 
 

@@ -24,6 +24,11 @@ __all__ = [
 ]
 
 
+Labels = Int[Tensor, " n"]
+Probs = Float[Tensor, "n c"]
+Values = Float[Tensor, "*shape"]
+
+
 class ConfidenceBins(NamedTuple):
     """Mean confidence, accuracy and number of rows of each bin of the confidence."""
 
@@ -32,9 +37,7 @@ class ConfidenceBins(NamedTuple):
     num_rows: Tensor
 
 
-def confidence_bins(
-    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int
-) -> ConfidenceBins:
+def confidence_bins(y: Labels, probs: Probs, num_bins: int) -> ConfidenceBins:
     """Rows sorted into bins by their confidence, the probability of the most probable class.
 
     Bin b holds the confidences in (b / num_bins, (b + 1) / num_bins]. Empty bins have zeros.
@@ -49,26 +52,20 @@ def confidence_bins(
     return ConfidenceBins(confidence, accuracy, num_rows)
 
 
-def reliability_curve(
-    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int = 10
-) -> ConfidenceBins:
+def reliability_curve(y: Labels, probs: Probs, num_bins: int = 10) -> ConfidenceBins:
     """Accuracy against confidence: `confidence_bins` without the empty ones."""
     bins = confidence_bins(y, probs, num_bins)
     return ConfidenceBins(*(part[bins.num_rows > 0] for part in bins))
 
 
-def gaussian_pit(
-    y: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"], var: Float[Tensor, "*shape"]
-) -> Float[Tensor, "*shape"]:
+def gaussian_pit(y: Values, mean: Values, var: Values) -> Values:
     """PIT values of y under N(mean, var), Phi((y - mean) / sqrt(var))."""
     return torch.special.ndtr((y - mean) / var.sqrt())
 
 
 def rank_pit(
-    y: Float[Tensor, "*shape"],
-    draws: Float[Tensor, "s *shape"],
-    generator: torch.Generator | None = None,
-) -> Float[Tensor, "*shape"]:
+    y: Values, draws: Float[Tensor, "s *shape"], generator: torch.Generator | None = None
+) -> Values:
     """PIT values of y from predictive draws, (#{draws < y} + U (1 + #{draws = y})) / (S + 1).
 
     U is uniform. The values are uniform on (0, 1), exactly, if y and the draws have the same
@@ -79,9 +76,7 @@ def rank_pit(
     return (below + u * (1 + same)) / (len(draws) + 1)
 
 
-def coverage_curve(
-    pit: Float[Tensor, "*shape"], levels: Float[Tensor, " k"]
-) -> Float[Tensor, " k"]:
+def coverage_curve(pit: Values, levels: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
     """Share of y inside the central interval of each level, |pit - 1/2| <= level / 2."""
     inside = (pit.flatten() - 0.5).abs() <= levels.unsqueeze(-1) / 2
     return inside.to(pit.dtype).mean(-1)
@@ -94,7 +89,7 @@ class Dispersion(NamedTuple):
     z_score: float
 
 
-def dispersion(pit: Float[Tensor, "*shape"]) -> Dispersion:
+def dispersion(pit: Values) -> Dispersion:
     """12 mean (pit - 1/2)^2: above one, predictions are too narrow; below one, too wide.
 
     For uniform values the mean of 12 (pit - 1/2)^2 is 1 and its variance 4/5.

@@ -99,26 +99,19 @@ def loo(
     Weights 1 / p(y_n | w) leave out row n. For a guide they are multiplied by p(y, w) / q(w), which
     corrects for the guide not being the posterior (Magnusson et al., 2019). The network has seen
     all rows: this is the density of new rows only if the features have not been fitted to the old.
+    x `(N, ...)` and y are the rows that the posterior was made from.
 
     Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: the inputs that the posterior was made from, `(N, ...)`.
-        y: their targets.
         num_samples: number of draws from a guide.
         efficiency: effective over actual number of draws, for Markov chains.
-        seed: seed of the draws from a guide.
         chunk_size: number of rows that are treated at a time.
     """
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     log_lik = log_likelihood(model, h, y, draws.flat()).mT  # (N, S)
-    S = log_lik.shape[-1]
-    ratios = log_lik.new_zeros(S)
-    log_weights = log_lik.new_full((S,), -math.log(S))
-    if draws.log_q is not None:
-        ratios = log_ratios(model, h, y, draws)
-        log_weights = pareto_smooth(ratios).log_weights
+    has_density = draws.log_q is not None
+    ratios = log_ratios(model, h, y, draws) if has_density else torch.zeros_like(log_lik[0])
+    log_weights = pareto_smooth(ratios).log_weights
     parts = [pareto_smooth(ratios - rows, efficiency) for rows in log_lik.split(chunk_size)]
     left_out = torch.cat([part.log_weights for part in parts])
     pointwise = (left_out + log_lik).logsumexp(-1)
@@ -153,18 +146,11 @@ def pit_values(
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     is_gaussian = isinstance(model.likelihood, GaussianLikelihood)
-    if is_gaussian and has_closed_form(as_guide(posterior), model):
+    if is_gaussian and has_closed_form(as_guide(posterior)):
         mean, sd, noise_var = response(model, posterior, h, draws)
         return gaussian_pit(y, mean, sd.square() + noise_var)
-    y_new = _replicated(model, h, draws, seed)
+    y_new = predictive_draws(model, h, draws.flat(), seed + 1)
     return rank_pit(y, y_new, torch.Generator().manual_seed(seed + 2))
-
-
-def _replicated(model: DAK, h: Tensor, draws: Draws, seed: int) -> Tensor:
-    """One y for each draw, `(S, N, C)`, or `(S, N)` for labels."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed + 1)
-        return predictive_draws(model, h, draws.flat())
 
 
 class PredictiveCheck(NamedTuple):
@@ -205,22 +191,17 @@ def posterior_predictive_check(
 ) -> dict[str, PredictiveCheck]:
     """Compare statistics of y with those of data sets that the posterior predicts at the same x.
 
+    The checks have the names of their statistics, or "name[output]" with several outputs. x is
+    `(N, ...)`, and y its targets.
+
     Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: inputs, `(N, ...)`.
-        y: targets.
         statistics: functions from the values of one output, `(..., N)`, to a statistic, `(...)`,
             by name. By default these are `STATISTICS`, and the share of each class for classes.
         num_samples: number of draws from a guide.
-        seed: seed of the draws.
-
-    Returns:
-        The checks by the name of their statistic, or "name[output]" with several outputs.
     """
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
-    y_new, default = _replicated(model, h, draws, seed), STATISTICS
+    y_new, default = predictive_draws(model, h, draws.flat(), seed + 1), STATISTICS
     if isinstance(model.likelihood, CategoricalLikelihood):
         y, y_new = (torch.nn.functional.one_hot(v, model.num_outputs).double() for v in (y, y_new))
         default = {"share": lambda v: v.mean(-1)}
@@ -228,11 +209,8 @@ def posterior_predictive_check(
     for name, statistic_fn in (default if statistics is None else statistics).items():
         for c in range(y.shape[-1]):
             label = name if y.shape[-1] == 1 else f"{name}[{c}]"
-            checks[label] = _check(statistic_fn(y[:, c]), statistic_fn(y_new[..., c]))
+            observed, replicated = statistic_fn(y[:, c]), statistic_fn(y_new[..., c])
+            above, same = replicated > observed, replicated == observed
+            p_value = float(above.double().mean() + 0.5 * same.double().mean())
+            checks[label] = PredictiveCheck(float(observed), replicated, p_value)
     return checks
-
-
-def _check(observed: Tensor, replicated: Tensor) -> PredictiveCheck:
-    above, same = replicated > observed, replicated == observed
-    p_value = float(above.double().mean() + 0.5 * same.double().mean())
-    return PredictiveCheck(float(observed), replicated, p_value)

@@ -14,11 +14,12 @@ from pyro_dak.diagnostics.posterior_moments import (
     function_moments,
     gaussian_fit,
     response,
+    weight_names,
 )
 from pyro_dak.inference.densities import cached_inputs, unit_data, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.inference.exact import ExactPosterior, exact_posterior
-from pyro_dak.inference.objectives import kl
+from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_choice
 
@@ -70,18 +71,15 @@ class PosteriorComparison:
         """One row for each weight: means, sds, difference of means in sds, ratio of sds."""
         own, other = self._fit(name), self.fits[self.reference]
         columns = {
-            "mean": own.mean,
-            "sd": own.sd,
-            "reference_mean": other.mean,
-            "reference_sd": other.sd,
-            "mean_difference": (own.mean - other.mean) / other.sd,
-            "sd_ratio": own.sd / other.sd,
+            "weight": self.labels,
+            "mean": own.mean.tolist(),
+            "sd": own.sd.tolist(),
+            "reference_mean": other.mean.tolist(),
+            "reference_sd": other.sd.tolist(),
+            "mean_difference": ((own.mean - other.mean) / other.sd).tolist(),
+            "sd_ratio": (own.sd / other.sd).tolist(),
         }
-        lists = {key: values.tolist() for key, values in columns.items()}
-        return [
-            {"weight": label, **{key: values[i] for key, values in lists.items()}}
-            for i, label in enumerate(self.labels)
-        ]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def by_unit(self, name: str) -> list[Row]:
         """One row for each unit and one for the biases, with the columns of `summary`."""
@@ -174,19 +172,19 @@ def compare_posteriors(
     dimensions, have a Wasserstein distance of about sqrt(tr(cov) (W + 5) / S) / 2.
 
     Args:
-        model: the model.
-        posteriors: guides, exact posteriors, MCMC runs or dictionaries of samples, by name.
         x: the inputs that the posteriors were made from, `(N, ...)`.
         y: their targets.
         x_new: inputs at which predictions are compared; by default x.
         reference: name of the posterior with which the others are compared. By default this is an
             exact posterior, or else the first that is not a guide, or else the last.
         num_samples: number of draws from guides without closed form.
-        seed: seed of those draws.
     """
     if not posteriors:
         raise ValueError("`posteriors` must hold at least one posterior by name; got none.")
-    reference = _default_reference(posteriors) if reference is None else reference
+    if reference is None:
+        exact = [n for n, p in posteriors.items() if isinstance(p, ExactPosterior)]
+        samples = [n for n, p in posteriors.items() if as_guide(p) is None]
+        reference = [*exact, *samples, list(posteriors)[-1]][0]
     check_choice("reference", reference, posteriors)
     h, targets = unit_data(model, x, y)
     h_new = h if x_new is None else cached_inputs(model, x_new)
@@ -198,45 +196,20 @@ def compare_posteriors(
         predictions[name] = response(model, posterior, h_new, draws)
         if guide is not None and not draws.is_point:
             elbos[name] = _elbo(model, guide, h, targets, draws)
-    labels, units = _weight_names(model)
-    evidence = _log_evidence(model, x, y)
-    return PosteriorComparison(reference, labels, units, fits, predictions, elbos, evidence)
-
-
-def _default_reference(posteriors: Mapping[str, Posterior]) -> str:
-    exact = [n for n, p in posteriors.items() if isinstance(p, ExactPosterior)]
-    samples = [n for n, p in posteriors.items() if as_guide(p) is None]
-    return [*exact, *samples, list(posteriors)[-1]][0]
+    try:
+        evidence = exact_posterior(model, x, y).log_evidence
+    except NotImplementedError:  # another likelihood, or priors that are not normal
+        evidence = None
+    names = weight_names(model)
+    return PosteriorComparison(reference, *names, fits, predictions, elbos, evidence)
 
 
 def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> Elbo:
-    if has_closed_form(guide, model) and model.likelihood.has_closed_form:
-        priors = [model.normal_prior(name) for name in guide.weight_sites]
-        if None not in priors:
+    if has_closed_form(guide) and model.likelihood.has_closed_form:
+        priors = normal_priors(model, guide.weight_sites)
+        if priors is not None:
             moments = function_moments(model, guide, h)
             rows = with_noise(model.likelihood).expected_log_prob(y, moments)
-            return Elbo(float(rows.sum() - kl(model, guide)), 0.0)
+            return Elbo(float(rows.sum() - guide.kl_normal(priors)), 0.0)
     ratios = log_ratios(model, h, y, draws)
     return Elbo(float(ratios.mean()), float(ratios.std() / len(ratios) ** 0.5))
-
-
-def _log_evidence(model: DAK, x: Tensor, y: Tensor) -> float | None:
-    try:
-        return exact_posterior(model, x, y).log_evidence
-    except NotImplementedError:  # another likelihood, or priors that are not normal
-        return None
-
-
-def _weight_names(model: DAK) -> tuple[list[str], list[str]]:
-    """A label for each weight, and the unit it belongs to, in the order of `GaussianFit`."""
-    F, P, M = model.site_shapes["z"]
-    labels, units = [], []
-    for c in range(F):
-        labels.append(f"mu[{c}]")
-        units.append("bias")
-        if model.layer.linear_term:
-            labels += [f"linear[{c},{p}]" for p in range(P)]
-            units += [f"unit {p}" for p in range(P)]
-        labels += [f"z[{c},{p},{m}]" for p in range(P) for m in range(M)]
-        units += [f"unit {p}" for p in range(P) for _ in range(M)]
-    return labels, units

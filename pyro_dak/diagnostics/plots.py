@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
 from pyro_dak.diagnostics.comparison import PosteriorComparison
-from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response
+from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response, weight_names
 from pyro_dak.diagnostics.sbc import SBCResult
 from pyro_dak.inference.densities import cached_inputs
 from pyro_dak.inference.draws import Posterior, draw_posterior
@@ -52,23 +53,17 @@ def _axes(ax: Any, columns: int = 1, size: tuple[float, float] = (5.0, 3.4)) -> 
     return pyplot.subplots(1, columns, figsize=figsize, layout="constrained")[1]
 
 
-def _as_list(axes: Any) -> list[Any]:
-    return list(axes) if hasattr(axes, "__len__") else [axes]
-
-
-def _style(ax: Any, title: str | None, xlabel: str, ylabel: str) -> Any:
+def _style(ax: Any, xlabel: str, ylabel: str, title: str = "", has_legend: bool = False) -> Any:
     if title:
         ax.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    if has_legend:
+        ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
     ax.set_xlabel(xlabel, color=_MUTED)
     ax.set_ylabel(ylabel, color=_MUTED)
     ax.tick_params(colors=_MUTED, length=3)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(_RULE)
     return ax
-
-
-def _legend(ax: Any) -> None:
-    ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
 
 
 def _normal_quantile(level: float) -> float:
@@ -98,15 +93,12 @@ def plot_predictive_band(
     posteriors the last one, the reference, is shaded, and the others are lines on top of it.
 
     Args:
-        model: a model of one input.
-        posteriors: a posterior, or several by name.
         x: the inputs to draw at, in ascending order, `(N, 1)`.
         data: observed x and y, which are drawn as points.
         truth: the true function at x.
         level: probability of the band.
         output: which output to draw, or which class's probability.
         noise: whether to draw the edges of the band of y.
-        ax: axis to draw into.
     """
     if x.dim() != 2 or x.shape[1] != 1:
         raise ValueError(f"`x` must have one column, (N, 1); got {tuple(x.shape)}.")
@@ -125,16 +117,14 @@ def plot_predictive_band(
         color, dashes = (PALETTE[0], "-") if is_last else (PALETTE[1 + i % 5], _DASHES[i % 3])
         style = {"color": color, "ls": dashes, "zorder": 2.0 if is_last else 2.5}
         ax.plot(grid, mean, lw=1.8, label=name or f"mean, {level:.0%} band", **style)
-        edges = (mean - quantile * sd, mean + quantile * sd)
+        width, outer = quantile * sd, quantile * (sd**2 + noise_var) ** 0.5
         if is_last:
-            ax.fill_between(grid, *edges, color=color, alpha=0.18, lw=0)
-        else:
-            for edge in edges:
-                ax.plot(grid, edge, lw=1.0, **style)
-        if noise and not is_class:
-            width = quantile * (sd**2 + noise_var) ** 0.5
-            for edge in (mean - width, mean + width):
-                ax.plot(grid, edge, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
+            ax.fill_between(grid, mean - width, mean + width, color=color, alpha=0.18, lw=0)
+        for sign in (-1, 1):
+            if not is_last:
+                ax.plot(grid, mean + sign * width, lw=1.0, **style)
+            if noise and not is_class:
+                ax.plot(grid, mean + sign * outer, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
     if truth is not None:
         values = _numpy(truth.reshape(len(x), -1)[:, 0])
         ax.plot(grid, values, color=_INK, lw=1.1, ls="--", label="truth")
@@ -143,8 +133,7 @@ def plot_predictive_band(
         y = y[:, min(output, y.shape[1] - 1)]
         y = (y == output).double() if is_class else y
         ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=_INK, mew=0, label="data")
-    _legend(ax)
-    return _style(ax, None, "x", f"P(class {output})" if is_class else "y")
+    return _style(ax, "x", f"P(class {output})" if is_class else "y", has_legend=True)
 
 
 @torch.no_grad()
@@ -160,46 +149,37 @@ def plot_components(
 ) -> Any:
     """What each unit adds to f against its own input, with a band. Each unit has its own axis.
 
-    The curves are sigma_p g_p over the range of the unit inputs h_p of x, which are the ticks.
+    The curves are sigma_p g_p over the range of the unit inputs h_p of x `(N, ...)`, the ticks.
 
     Args:
-        model: a model without a prior on `shrinkage`.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: inputs, `(N, ...)`.
         units: which units to draw; by default the first six.
         output: which function to draw.
         level: probability of the bands.
-        axes: axes to draw into, one for each unit.
     """
     if model.has_shrinkage:
         raise NotImplementedError(
             "Components cannot be drawn with a prior on `shrinkage`; draw a model without it."
         )
-    F, P, M = model.site_shapes["z"]
-    check_integer("output", output, minimum=0, maximum=F - 1)
-    chosen = list(range(min(P, 6))) if units is None else list(units)
-    h = cached_inputs(model, x)
-    fit, quantile = gaussian_fit(model, posterior), _normal_quantile(level)
-    K = model.layer.num_weights
+    check_integer("output", output, minimum=0, maximum=model.num_functions - 1)
+    chosen = list(range(min(model.num_units, 6))) if units is None else list(units)
+    h, quantile = cached_inputs(model, x), _normal_quantile(level)
+    own = slice(output * model.layer.num_weights, (output + 1) * model.layer.num_weights)
+    fit, names = gaussian_fit(model, posterior), weight_names(model)[1][own]
+    loc, cov = fit.mean[own], fit.cov[own, own]
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    for i, (ax, p) in enumerate(zip(_as_list(axes), chosen, strict=True)):
+    for i, (ax, p) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         grid = torch.linspace(float(h[:, p].min()), float(h[:, p].max()), 300, dtype=h.dtype)
-        middle = h.mean(0).expand(len(grid), P).clone()
-        middle[:, p] = grid.to(h.device)
-        start = K - P * M + p * M
-        linear = [1 + p] if model.layer.linear_term else []
-        index = torch.tensor([*linear, *range(start, start + M)], device=h.device)
-        design = model.layer.design(middle)[:, index]
-        index = index + output * K
-        mean = design @ fit.mean[index]
-        sd = ((design @ fit.cov[index][:, index]) * design).sum(-1).clamp(min=0).sqrt()
-        mean, width, grid = _numpy(mean), quantile * _numpy(sd), _numpy(grid)
+        is_own = torch.tensor([name == f"unit {p}" for name in names], device=h.device)
+        design = model.layer.design(grid.to(h.device).unsqueeze(-1).expand(-1, h.shape[-1]))
+        design = design * is_own
+        sd = ((design @ cov) * design).sum(-1).clamp(min=0).sqrt()
+        mean, width, grid = _numpy(design @ loc), quantile * _numpy(sd), _numpy(grid)
         ax.axhline(0, color=_RULE, lw=0.8, zorder=0)
         ax.fill_between(grid, mean - width, mean + width, color=PALETTE[0], alpha=0.2, lw=0)
         ax.plot(grid, mean, color=PALETTE[0], lw=1.8)
         ticks, place = _numpy(h[:: max(1, len(h) // 200), p]), ax.get_xaxis_transform()
         ax.plot(ticks, [0.02] * len(ticks), "|", color=_MUTED, ms=4, transform=place)
-        _style(ax, f"unit {p}", "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$")
+        _style(ax, "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$", f"unit {p}")
     return axes
 
 
@@ -214,8 +194,7 @@ def plot_learning_curves(history: History, ax: Any = None) -> Any:
         ax.plot(range(1, len(values) + 1), values, color=color, lw=1.6, label=label)
     if history.best_epoch is not None:
         ax.axvline(history.best_epoch, color=_MUTED, lw=0.8, ls=":", label="best")
-    _legend(ax)
-    return _style(ax, None, "epoch", "loss per row")
+    return _style(ax, "epoch", "loss per row", has_legend=True)
 
 
 def plot_reliability(
@@ -228,16 +207,14 @@ def plot_reliability(
         confidence, accuracy, rows = (_numpy(part) for part in curve)
         ax.plot(confidence, accuracy, color=color, lw=1.4, label=name)
         ax.scatter(confidence, accuracy, s=12 + 120 * rows / rows.sum(), color=color, lw=0)
-    if isinstance(probs, Mapping):
-        _legend(ax)
-    return _style(ax, None, "confidence", "accuracy")
+    return _style(ax, "confidence", "accuracy", has_legend=isinstance(probs, Mapping))
 
 
 def _on_diagonal(
-    ax: Any, values: Tensor | Mapping[str, Tensor]
-) -> Iterator[tuple[str | None, Tensor, str]]:
+    ax: Any, values: Any, ends: tuple[float, float] = (0, 1)
+) -> Iterator[tuple[str | None, Any, str]]:
     """Draw the diagonal, and give name, values and colour of what is to be drawn over it."""
-    ax.plot([0, 1], [0, 1], color=_RULE, lw=1.2, zorder=0)
+    ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
     named = values if isinstance(values, Mapping) else {None: values}
     for (name, one), color in zip(named.items(), cycle(PALETTE), strict=False):
         yield name, one, color
@@ -250,10 +227,9 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     they are biased.
     """
     ax = _axes(ax)
-    values = pit.flatten().double().cpu()
-    counts = torch.histc(values, num_bins, 0.0, 1.0)
-    _bars(ax, counts, len(values) / num_bins)
-    return _style(ax, None, "PIT", "rows")
+    counts = torch.histc(pit.flatten().double().cpu(), num_bins, 0.0, 1.0)
+    _bars(ax, counts, pit.numel() / num_bins)
+    return _style(ax, "PIT", "rows")
 
 
 def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
@@ -263,9 +239,7 @@ def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
     for name, values, color in _on_diagonal(ax, pit):
         curve = coverage_curve(values.double(), levels.to(values.device))
         ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name)
-    if isinstance(pit, Mapping):
-        _legend(ax)
-    return _style(ax, None, "level of the interval", "coverage")
+    return _style(ax, "level of the interval", "coverage", has_legend=isinstance(pit, Mapping))
 
 
 def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
@@ -275,13 +249,11 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
     others = {n: f for n, f in comparison.fits.items() if n != comparison.reference}
     for ax, part in zip(axes, ("mean", "sd"), strict=True):
         truth = _numpy(getattr(reference, part))
-        ends = [float(truth.min()), float(truth.max())]
-        ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
-        for (name, fit), color in zip(others.items(), cycle(PALETTE), strict=False):
+        for name, fit, color in _on_diagonal(ax, others, (truth.min(), truth.max())):
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
-        _style(ax, f"posterior {part}s of the weights", comparison.reference, "")
-    _legend(axes[0])
+        title = f"posterior {part}s of the weights"
+        _style(ax, comparison.reference, "", title, has_legend=part == "mean")
     return axes
 
 
@@ -291,10 +263,8 @@ def plot_sbc(
     """Histograms of the ranks of some quantities: flat, within the band, if inference is right.
 
     Args:
-        result: the result of `simulation_based_calibration`.
         names: which quantities to draw; by default the first and the last three.
         num_bins: number of bins, which must divide the number of ranks.
-        axes: axes to draw into, one for each name.
     """
     chosen = [*result.names[:1], *result.names[-3:]] if names is None else list(names)
     unknown = [name for name in chosen if name not in result.names]
@@ -302,9 +272,9 @@ def plot_sbc(
         raise ValueError(f"`names` must be quantities of the result; got {unknown}.")
     counts = result.counts(num_bins)
     axes = _axes(axes, len(chosen), (2.8, 2.6))
-    for i, (ax, name) in enumerate(zip(_as_list(axes), chosen, strict=True)):
+    for i, (ax, name) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
-        _style(ax, name, "rank of the truth", "" if i else "simulations")
+        _style(ax, "rank of the truth", "" if i else "simulations", name)
     return axes
 
 
@@ -316,7 +286,7 @@ def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
     ax.axhline(0.7, color=_MUTED, lw=0.9, ls="--")
     for part, color in ((~is_bad, PALETTE[0]), (is_bad, PALETTE[1])):
         ax.plot(rows[part], k[part], "o", ms=3, mew=0, color=color)
-    return _style(ax, None, "row", "k-hat")
+    return _style(ax, "row", "k-hat")
 
 
 def _bars(ax: Any, counts: Tensor, expected: float) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +10,20 @@ from pyro.distributions import Categorical
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments
-from pyro_dak.inference.densities import likelihoods_of_draws
+from pyro_dak.inference.densities import likelihoods_of_draws, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
-from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide, UnitBlockGuide
+from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import GaussianLikelihood
 
-__all__ = ["GaussianFit", "Response", "function_moments", "gaussian_fit", "response"]
+__all__ = [
+    "GaussianFit",
+    "Response",
+    "function_moments",
+    "gaussian_fit",
+    "response",
+    "weight_names",
+]
 
 
 class GaussianFit(NamedTuple):
@@ -52,33 +60,34 @@ def gaussian_fit(model: DAK, posterior: Posterior, draws: Draws | None = None) -
 
 def _flat(sites: Mapping[str, Any], has_draws: bool = False) -> Tensor:
     """Weights in the order of `GaussianFit`, `(W,)` or `(S, W)`."""
-    linear = sites.get("linear")
-    parts = [sites["mu"].unsqueeze(-1), sites["z"].flatten(-2)]
-    if linear is not None:
-        parts.insert(1, linear)
-    return torch.cat(parts, -1).flatten(1 if has_draws else 0).double()
+    parts = (sites["mu"].unsqueeze(-1), sites.get("linear"), sites["z"].flatten(-2))
+    flat = torch.cat([part for part in parts if part is not None], -1)
+    return flat.flatten(1 if has_draws else 0).double()
 
 
 def _covariance(guide: GaussianGuide) -> Tensor:
     if isinstance(guide, FullRankGuide):
         return torch.block_diag(*(guide.scale_tril @ guide.scale_tril.mT))
     if isinstance(guide, LowRankGuide):  # its weights stand site after site
-        shapes = [guide.site_shapes[name] for name in guide.weight_sites]
-        parts = torch.arange(len(guide.loc)).split([shape.numel() for shape in shapes])
-        pairs = zip(guide.weight_sites, parts, shapes, strict=True)
-        order = _flat({name: part.reshape(shape) for name, part, shape in pairs}).long()
+        order = _flat(guide.split(torch.arange(len(guide.loc)))._asdict()).long()
         factor = guide.factor[order]
         return factor @ factor.mT + torch.diag((2 * guide.log_scale[order]).exp())
-    scales = {n: getattr(guide, f"{n}_log_scale").exp() for n in guide.weight_sites if n != "z"}
-    if not isinstance(guide, UnitBlockGuide):
-        return torch.diag(_flat({**scales, "z": guide.z_scale}).square())
+    z_root, _ = guide.unit_roots()
     blocks = []
-    for c, trils in enumerate(guide.z_scale_tril):
-        blocks.append(scales["mu"][c].square())
-        if "linear" in scales:
-            blocks.append(torch.diag(scales["linear"][c].square()))
-        blocks += list(trils @ trils.mT)
+    for c, covariances in enumerate(z_root @ z_root.mT):
+        for name in guide.weight_sites[:-1]:
+            blocks.append(torch.diag(guide.normal(name)[1][c : c + 1].square().flatten()))
+        blocks += list(covariances)
     return torch.block_diag(*blocks)
+
+
+def weight_names(model: DAK) -> tuple[list[str], list[str]]:
+    """A label for each weight, and the unit it belongs to, in the order of `GaussianFit`."""
+    names = [name for name in ("mu", "linear", "z") if name in model.site_shapes]
+    elements = [(n, i) for n in names for i in product(*map(range, model.site_shapes[n]))]
+    elements.sort(key=lambda element: element[1][0])  # by function; the sites keep their order
+    labels = [f"{name}[{','.join(map(str, index))}]" for name, index in elements]
+    return labels, [f"unit {i[1]}" if len(i) > 1 else "bias" for _, i in elements]
 
 
 def function_moments(model: DAK, guide: GaussianGuide, h: Tensor) -> FunctionMoments:
@@ -105,10 +114,10 @@ def response(model: DAK, posterior: Posterior, h: Tensor, draws: Draws) -> Respo
     draws are joined by the parallel formula for sums of squares, in which nothing cancels.
     """
     guide = as_guide(posterior, torch.float64)
-    if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide, model):
+    if isinstance(model.likelihood, GaussianLikelihood) and has_closed_form(guide):
         moments = function_moments(model, guide, h)
-        noise_var = model.likelihood.noise_scale.double().square().expand(moments.mean.shape)
-        return Response(moments.mean, moments.var.sqrt(), noise_var)
+        mean, var, noise_var = with_noise(model.likelihood).predictive_moments(moments)
+        return Response(mean, var.sqrt(), noise_var)
     count, mean, squares, noise_var = 0, h.new_zeros(()), h.new_zeros(()), h.new_zeros(())
     for p in likelihoods_of_draws(model, h, draws.flat()):
         values, variances = p.mean, p.variance

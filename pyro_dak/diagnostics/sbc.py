@@ -18,6 +18,7 @@ from pyro_dak.inference.densities import (
     draw_functions,
     log_likelihood,
     predictive_draws,
+    seeded,
 )
 from pyro_dak.inference.draws import Posterior, draw_posterior, site_labels
 from pyro_dak.inference.exact import exact_posterior
@@ -78,11 +79,8 @@ def simulation_based_calibration(
         x: the inputs at which data are simulated, `(N, ...)`; a few dozen are enough.
         posterior_fn: a function from (model, x, y) to a posterior, for example to a guide that it
             trains. By default the exact posterior, which Gaussian likelihoods have.
-        num_simulations: number of simulated data sets.
         num_samples: number of draws among which a true value is ranked.
         num_function_rows: number of rows of x at which f is ranked.
-        seed: seed of all draws.
-        progress: whether to show a progress bar.
     """
     check_integer("num_simulations", num_simulations, minimum=2)
     check_integer("num_samples", num_samples, minimum=1)
@@ -98,8 +96,7 @@ def simulation_based_calibration(
         return torch.cat([*weights, f, log_lik], -1)
 
     ranks = []
-    with evaluating(model), torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with evaluating(model), seeded(seed):
         with pyro.plate("simulations", num_simulations):
             truths = model.sample_weights(h)
         ys = predictive_draws(model, h, truths)  # (simulations, N[, C])

@@ -7,10 +7,10 @@ docstring says otherwise.
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from pyro_dak.diagnostics.calibration import confidence_bins
+from pyro_dak.diagnostics.calibration import Labels, Probs, Values, confidence_bins
 
 __all__ = [
     "accuracy",
@@ -24,22 +24,20 @@ __all__ = [
     "rmse",
 ]
 
+Score = Float[Tensor, ""]
 
-def rmse(y: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
+
+def rmse(y: Values, mean: Values) -> Score:
     """Root mean squared error, sqrt(mean (y - mean)^2)."""
     return (y - mean).square().mean().sqrt()
 
 
-def gaussian_nlpd(
-    y: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"], var: Float[Tensor, "*shape"]
-) -> Float[Tensor, ""]:
+def gaussian_nlpd(y: Values, mean: Values, var: Values) -> Score:
     """Negative log predictive density under N(mean, var), in nats per value."""
     return 0.5 * (math.log(2 * math.pi) + var.log() + (y - mean).square() / var).mean()
 
 
-def gaussian_crps(
-    y: Float[Tensor, "*shape"], mean: Float[Tensor, "*shape"], var: Float[Tensor, "*shape"]
-) -> Float[Tensor, ""]:
+def gaussian_crps(y: Values, mean: Values, var: Values) -> Score:
     """Continuous ranked probability score of N(mean, var), in units of y.
 
     s (r (2 Phi(r) - 1) + 2 pdf(r) - 1 / sqrt(pi)) with s = sqrt(var) and r = (y - mean) / s.
@@ -51,40 +49,34 @@ def gaussian_crps(
     return (scale * (r * centred + 2 * pdf - 1 / math.sqrt(math.pi))).mean()
 
 
-def interval_coverage(
-    y: Float[Tensor, "*shape"], lower: Float[Tensor, "*shape"], upper: Float[Tensor, "*shape"]
-) -> Float[Tensor, ""]:
+def interval_coverage(y: Values, lower: Values, upper: Values) -> Score:
     """Share of y inside [lower, upper]. It is best at the nominal level of the intervals."""
     return ((y >= lower) & (y <= upper)).to(lower.dtype).mean()
 
 
-def interval_width(
-    lower: Float[Tensor, "*shape"], upper: Float[Tensor, "*shape"]
-) -> Float[Tensor, ""]:
+def interval_width(lower: Values, upper: Values) -> Score:
     """Mean width of the intervals."""
     return (upper - lower).mean()
 
 
-def accuracy(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
+def accuracy(y: Labels, probs: Probs) -> Score:
     """Share of rows whose most probable class is y. Larger is better."""
     return (probs.argmax(-1) == y).to(probs.dtype).mean()
 
 
-def brier_score(y: Int[Tensor, " n"], probs: Float[Tensor, "n c"]) -> Float[Tensor, ""]:
+def brier_score(y: Labels, probs: Probs) -> Score:
     """Mean over rows of sum_c (probs_c - [y = c])^2, between 0 and 2."""
     one_hot = torch.nn.functional.one_hot(y, probs.shape[-1])
     return (probs - one_hot).square().sum(-1).mean()
 
 
-def expected_calibration_error(
-    y: Int[Tensor, " n"], probs: Float[Tensor, "n c"], num_bins: int = 15
-) -> Float[Tensor, ""]:
+def expected_calibration_error(y: Labels, probs: Probs, num_bins: int = 15) -> Score:
     """sum_b |B_b| / n |accuracy(B_b) - confidence(B_b)| over the bins B_b of `confidence_bins`."""
     bins = confidence_bins(y, probs, num_bins)
     return (bins.num_rows * (bins.accuracy - bins.confidence).abs()).sum() / len(y)
 
 
-def auroc(negative: Float[Tensor, " n0"], positive: Float[Tensor, " n1"]) -> Float[Tensor, ""]:
+def auroc(negative: Float[Tensor, " n0"], positive: Float[Tensor, " n1"]) -> Score:
     """Probability that a positive scores higher than a negative. Larger is better; O(n log n).
 
     A tie counts as one half. To judge the detection of strange inputs, the negatives are scores

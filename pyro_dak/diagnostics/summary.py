@@ -21,6 +21,37 @@ __all__ = ["Finding", "Summary", "summary"]
 
 _Z = 4.0  # A deviation is reported from this many standard errors on.
 
+# What each finding says, by its topic.
+_MESSAGES = {
+    "dead units": "{} of {} units do not vary over the data ({}): look for constant features or "
+    "ReLUs that are always off, or lower `num_units`.",
+    "outside the grid": "{:.0%} of the unit inputs lie outside the bounds ({:g}, {:g}), where the "
+    "process falls back to its mean: widen `bounds`, or scale the features.",
+    "coarse grid": "between two nodes the prior keeps only {:.0%} of its variance: raise `level` "
+    "or the lengthscale.",
+    "collapse to the prior": "the posterior of every unit is its prior: the model has learned "
+    "nothing. Train longer, lower `noise_scale`, or look at the scale of `y` and of the features.",
+    "idle units": "{} of {} units are as in the prior ({}): the data say nothing about them, and "
+    "`num_units` may be lower.",
+    "constant predictions": "the mean prediction hardly varies over the rows: the features say "
+    "nothing about `y` yet, or the noise explains all of it.",
+    "k-hat": "it is {}, above 0.7: the guide is far from the posterior. Train it longer, or use a "
+    "richer one (`FullRankGuide`) or `run_nuts`.",
+    "leave-one-out": "{} of {} rows have k-hat above 0.7: they move the posterior a lot when left "
+    "out (outliers, or noise set too small), and their scores are not reliable.",
+    "under-dispersed": "predictions are too narrow (the PIT histogram is a valley): `y` falls "
+    "outside the intervals too often. Raise or learn `noise_scale`, or use "
+    "HeteroscedasticLikelihood.",
+    "over-dispersed": "predictions are too wide (the PIT histogram is a hill). Lower or learn "
+    "`noise_scale`.",
+    "bias": "predictions are too {} on average (mean PIT {:.2f}).",
+    "overconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}.",
+    "underconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}.",
+    "divergences": "{} transitions diverged: raise `target_accept_prob`.",
+    "r-hat": "it is up to {:.2f}: the chains have not mixed. Run longer.",
+    "effective sample size": "it is as low as {:.0f}. Run longer.",
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -42,9 +73,10 @@ class Summary:
         """The topics of all findings."""
         return [finding.topic for finding in self.findings]
 
-    def add(self, topic: str, message: str) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(topic, message))
+    def add_if(self, is_wrong: bool, topic: str, *numbers: object) -> None:
+        """Add the finding of this topic, with its numbers, if something is wrong."""
+        if is_wrong:
+            self.findings.append(Finding(topic, _MESSAGES[topic].format(*numbers)))
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in self.values.items())
@@ -71,13 +103,8 @@ def summary(
     sampler. On rows that the network was trained on, calibration looks better than it is: give
     held-out rows to judge it.
 
-    Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
-        x: the inputs that the posterior was made from, `(N, ...)`.
-        y: their targets.
-        num_samples: number of draws from a guide.
-        seed: seed of the draws.
+    x `(N, ...)` and y are the rows that the posterior was made from. `num_samples` is the number of
+    draws from a guide.
     """
     h, targets = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
@@ -87,16 +114,11 @@ def summary(
     mean = response(model, posterior, h, draws).mean
     _look_at_predictions(report, model, mean, targets)
     if draws.log_q is not None:
-        _look_at_k_hat(report, k_hat(model, draws, x, y))
+        k = report.values["k_hat"] = k_hat(model, draws, x, y)
+        report.add_if(k > 0.7, "k-hat", "infinite" if math.isinf(k) else f"{k:.2f}")
     left_out = loo(model, draws, x, y)
     report.values["elpd_loo"] = left_out.elpd
-    if left_out.num_bad:
-        report.add(
-            "leave-one-out",
-            f"{left_out.num_bad} of {len(y)} rows have k-hat above 0.7: they move the posterior a "
-            "lot when left out (outliers, or noise set too small), and their scores are not "
-            "reliable.",
-        )
+    report.add_if(left_out.num_bad > 0, "leave-one-out", left_out.num_bad, len(y))
     if isinstance(model.likelihood, CategoricalLikelihood):
         _look_at_classes(report, targets, mean)
     else:
@@ -111,27 +133,12 @@ def _look_at_inputs(report: Summary, model: DAK, h: Tensor) -> None:
     low, high = activation.grid.bounds
     spread = h.amax(0) - h.amin(0)
     dead = torch.nonzero(spread <= 1e-6 * (high - low)).flatten().tolist()
-    if dead and len(h) > 1:
-        report.add(
-            "dead units",
-            f"{len(dead)} of {model.num_units} units do not vary over the data ({dead[:8]}): look "
-            "for constant features or ReLUs that are always off, or lower `num_units`.",
-        )
-    outside = float(((h < low) | (h > high)).double().mean())
-    report.values["outside_grid"] = outside
-    if outside > 0.05:
-        report.add(
-            "outside the grid",
-            f"{outside:.0%} of the unit inputs lie outside the bounds ({low:g}, {high:g}), where "
-            "the process falls back to its mean: widen `bounds`, or scale the features.",
-        )
+    is_dead = len(dead) > 0 and len(h) > 1
+    report.add_if(is_dead, "dead units", len(dead), model.num_units, dead[:8])
+    outside = report.values["outside_grid"] = float(((h < low) | (h > high)).double().mean())
+    report.add_if(outside > 0.05, "outside the grid", outside, low, high)
     kept = activation.prior_variance_between_nodes()
-    if model.num_inducing > 1 and kept < 0.5:
-        report.add(
-            "coarse grid",
-            f"between two nodes the prior keeps only {kept:.0%} of its variance: raise `level` or "
-            "the lengthscale.",
-        )
+    report.add_if(model.num_inducing > 1 and kept < 0.5, "coarse grid", kept)
 
 
 def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:
@@ -150,93 +157,42 @@ def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:
     by_unit = torch.stack([kl_diagonal(*(part[:, p] for part in parts)) for p in range(P)])
     report.values["nats_learned"] = float(by_unit.sum())
     idle = torch.nonzero(by_unit < 0.1).flatten().tolist()
-    if len(idle) == P:
-        report.add(
-            "collapse to the prior",
-            "the posterior of every unit is its prior: the model has learned nothing. Train "
-            "longer, lower `noise_scale`, or look at the scale of `y` and of the features.",
-        )
-    elif idle:
-        report.add(
-            "idle units",
-            f"{len(idle)} of {P} units are as in the prior ({idle[:8]}): the data say nothing "
-            "about them, and `num_units` may be lower.",
-        )
+    report.add_if(len(idle) == P, "collapse to the prior")
+    report.add_if(0 < len(idle) < P, "idle units", len(idle), P, idle[:8])
 
 
 def _look_at_predictions(report: Summary, model: DAK, mean: Tensor, y: Tensor) -> None:
     scale = 1.0 if isinstance(model.likelihood, CategoricalLikelihood) else float(y.double().std())
     if len(y) < 3 or scale == 0:
         return
-    varies = float(mean.std(0).max()) / scale
-    report.values["predictions_vary"] = varies
-    if varies < 0.05:
-        report.add(
-            "constant predictions",
-            "the mean prediction hardly varies over the rows: the features say nothing about `y` "
-            "yet, or the noise explains all of it.",
-        )
-
-
-def _look_at_k_hat(report: Summary, k: float) -> None:
-    report.values["k_hat"] = k
-    if k > 0.7:
-        report.add(
-            "k-hat",
-            f"it is {'infinite' if math.isinf(k) else f'{k:.2f}'}, above 0.7: the guide is far "
-            "from the posterior. Train it longer, or use a richer one (`FullRankGuide`) or "
-            "`run_nuts`.",
-        )
+    varies = report.values["predictions_vary"] = float(mean.std(0).max()) / scale
+    report.add_if(varies < 0.05, "constant predictions")
 
 
 def _look_at_pit(report: Summary, pit: Tensor) -> None:
     ratio, z_score = dispersion(pit)
     centre = float(pit.mean())
     report.values |= {"pit_dispersion": ratio, "pit_mean": centre}
-    if z_score > _Z and ratio > 1.2:
-        report.add(
-            "under-dispersed",
-            "predictions are too narrow (the PIT histogram is a valley): `y` falls outside the "
-            "intervals too often. Raise or learn `noise_scale`, or use HeteroscedasticLikelihood.",
-        )
-    if z_score < -_Z and ratio < 0.8:
-        report.add(
-            "over-dispersed",
-            "predictions are too wide (the PIT histogram is a hill). Lower or learn `noise_scale`.",
-        )
-    if abs(centre - 0.5) > max(0.05, _Z / math.sqrt(12 * pit.numel())):
-        side = "low" if centre > 0.5 else "high"
-        report.add("bias", f"predictions are too {side} on average (mean PIT {centre:.2f}).")
+    report.add_if(z_score > _Z and ratio > 1.2, "under-dispersed")
+    report.add_if(z_score < -_Z and ratio < 0.8, "over-dispersed")
+    is_biased = abs(centre - 0.5) > max(0.05, _Z / math.sqrt(12 * pit.numel()))
+    report.add_if(is_biased, "bias", "low" if centre > 0.5 else "high", centre)
 
 
 def _look_at_classes(report: Summary, y: Tensor, probs: Tensor) -> None:
     hit = float(accuracy(y, probs))
     confidence = float(probs.amax(-1).mean())
-    report.values |= {
-        "accuracy": hit,
-        "confidence": confidence,
-        "ece": float(expected_calibration_error(y, probs)),
-    }
+    error = float(expected_calibration_error(y, probs))
+    report.values |= {"accuracy": hit, "confidence": confidence, "ece": error}
     se = math.sqrt(max(confidence * (1 - confidence), 1e-6) / len(y))
-    if abs(confidence - hit) > max(0.05, _Z * se):
-        word = "overconfident" if confidence > hit else "underconfident"
-        report.add(word, f"the mean confidence is {confidence:.2f}, but the accuracy is {hit:.2f}.")
+    topic = "overconfident" if confidence > hit else "underconfident"
+    report.add_if(abs(confidence - hit) > max(0.05, _Z * se), topic, confidence, hit)
 
 
 def _look_at_chains(report: Summary, run: MCMCRun) -> None:
     size = min(float(value.min()) for value in run.effective_sample_size().values())
-    r_hat = run.max_r_hat()
-    report.values |= {
-        "divergences": float(run.num_divergences),
-        "max_r_hat": r_hat,
-        "min_ess": size,
-    }
-    if run.num_divergences:
-        report.add(
-            "divergences",
-            f"{run.num_divergences} transitions diverged: raise `target_accept_prob`.",
-        )
-    if r_hat > 1.05:
-        report.add("r-hat", f"it is up to {r_hat:.2f}: the chains have not mixed. Run longer.")
-    if size < 100:
-        report.add("effective sample size", f"it is as low as {size:.0f}. Run longer.")
+    r_hat, diverged = run.max_r_hat(), run.num_divergences
+    report.values |= {"divergences": float(diverged), "max_r_hat": r_hat, "min_ess": size}
+    report.add_if(diverged > 0, "divergences", diverged)
+    report.add_if(r_hat > 1.05, "r-hat", r_hat)
+    report.add_if(size < 100, "effective sample size", size)

@@ -6,6 +6,7 @@ are dictionaries with values `(S, *event)`.
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "log_prior",
     "noise_scale",
     "predictive_draws",
+    "seeded",
     "unit_data",
     "with_noise",
 ]
@@ -34,11 +36,7 @@ _CHUNK_ELEMENTS = 4_000_000
 
 
 def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """x, and the targets in the form of the likelihood, in float64 unless they are labels.
-
-    Raises:
-        ValueError: if x and y differ in length, are empty, or hold values that are not allowed.
-    """
+    """x, and the targets in the form of the likelihood, in float64 unless they are labels."""
     y = model.likelihood.check_targets(y, model.num_outputs)
     check_finite("x", x)
     model.likelihood.check_values(y, model.num_outputs)
@@ -47,6 +45,15 @@ def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             f"`x` and `y` must have the same, positive length; got {len(x)}, {len(y)}."
         )
     return x, y.double() if y.is_floating_point() else y
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """A context in which torch draws from the seed, if one is given; its state comes back after."""
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()
@@ -82,11 +89,9 @@ def noise_scale(likelihood: Likelihood) -> Tensor | None:
 
 
 def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihood:
-    """A copy of the likelihood in float64, with `noise` in the place of its own scale.
+    """A copy of the likelihood in float64, with `noise` in the place of the scale that it has.
 
-    Args:
-        likelihood: the likelihood. It must have a noise scale if one is given.
-        noise: a scalar or anything that broadcasts against f, `(..., N, C)`.
+    The noise broadcasts against f, `(..., N, C)`.
     """
     likelihood = copy.deepcopy(likelihood).double().requires_grad_(False)
     return likelihood if noise is None else likelihood.with_noise(noise.log())
@@ -113,9 +118,12 @@ def log_likelihood(model: DAK, h: Tensor, y: Tensor, sites: Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def predictive_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
+def predictive_draws(
+    model: DAK, h: Tensor, sites: Mapping[str, Tensor], seed: int | None = None
+) -> Tensor:
     """One y for each draw of the sites, `(S, N, C)`, or `(S, N)` for labels."""
-    return torch.cat([p.sample() for p in likelihoods_of_draws(model, h, sites)])
+    with seeded(seed):
+        return torch.cat([p.sample() for p in likelihoods_of_draws(model, h, sites)])
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from pyro.infer import MCMC
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
+from pyro_dak.inference.densities import seeded
 from pyro_dak.inference.exact import ExactPosterior
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.dak import DAK
@@ -38,19 +39,13 @@ __all__ = [
 _EXTRA_SITES = ("noise_scale", "unit_scale")
 
 
-def has_closed_form(guide: nn.Module | None, model: DAK) -> TypeGuard[GaussianGuide]:
+def has_closed_form(guide: nn.Module | None) -> TypeGuard[GaussianGuide]:
     """Whether q(f) is known without draws."""
     return isinstance(guide, GaussianGuide) and guide.has_closed_form
 
 
 def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:
-    """Draws of all sites of a guide, each `(S, 1, *event)`.
-
-    Args:
-        guide: any guide whose sites do not depend on the inputs.
-        num_samples: S.
-        x: inputs, for guides that need arguments.
-    """
+    """Draws of all sites of a guide, each `(S, 1, *event)`; x is for guides that need arguments."""
     trace = _trace_draws(guide, num_samples, x)
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
@@ -130,8 +125,6 @@ def draw_posterior(
     """Draws from a posterior. Samples are returned as they are, a guide is sampled.
 
     Args:
-        model: the model.
-        posterior: a guide, an exact posterior, an MCMC run, or a dictionary of samples.
         num_samples: draws per chain from a guide.
         num_chains: number of chains that the draws from a guide, which are independent, are
             arranged in.
@@ -144,9 +137,7 @@ def draw_posterior(
     if guide is not None:
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
-        with evaluating(model, guide), torch.random.fork_rng(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
+        with evaluating(model, guide), seeded(seed):
             first_row = None if x is None else x[:1]
             trace = _trace_draws(guide, num_samples * num_chains, first_row)
         return _from_trace(model, trace, num_samples, num_chains)

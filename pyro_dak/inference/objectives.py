@@ -8,6 +8,7 @@ Other priors cost a single-draw Monte Carlo estimate of the KL.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,15 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_integer
 
-__all__ = ["AnalyticELBO", "ClosedFormELBO", "ELBOTerms", "JensenELBO", "LocalReparamELBO", "kl"]
+__all__ = [
+    "AnalyticELBO",
+    "ClosedFormELBO",
+    "ELBOTerms",
+    "JensenELBO",
+    "LocalReparamELBO",
+    "kl",
+    "normal_priors",
+]
 
 
 class ELBOTerms(NamedTuple):
@@ -44,7 +53,7 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
     Exact for normal priors, and for mean-field q wherever torch knows the pair; otherwise the
     unbiased estimate log q(w) - log p(w) at one draw w.
     """
-    priors = _normal_priors(model, guide)
+    priors = normal_priors(model, guide.weight_sites)
     if priors is not None:
         return guide.kl_normal(priors)
     like = model.layer.log_unit_scale
@@ -52,7 +61,7 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
     if isinstance(guide, MeanFieldGuide):
         try:
             parts = [
-                torch.distributions.kl_divergence(guide.normal_distribution(name), prior)
+                torch.distributions.kl_divergence(guide.site_distribution(name), prior)
                 for name, prior in distributions.items()
             ]
             return torch.stack(parts).sum()
@@ -60,17 +69,17 @@ def kl(model: DAK, guide: GaussianGuide) -> Tensor:
             pass
     trace = poutine.trace(guide).get_trace()
     trace.compute_log_prob()
-    log_ratio = like.new_zeros(())
-    for name, prior in distributions.items():
-        log_ratio = log_ratio + trace.nodes[name]["log_prob_sum"]
-        log_ratio = log_ratio - prior.log_prob(trace.nodes[name]["value"])
-    return log_ratio
+    ratios = [
+        trace.nodes[name]["log_prob_sum"] - prior.log_prob(trace.nodes[name]["value"])
+        for name, prior in distributions.items()
+    ]
+    return torch.stack(ratios).sum()
 
 
-def _normal_priors(model: DAK, guide: GaussianGuide) -> dict[str, tuple[Any, Any]] | None:
-    """(loc, scale) of the priors of the weights by site, or None if some are not normal."""
+def normal_priors(model: DAK, names: Iterable[str]) -> dict[str, tuple[Any, Any]] | None:
+    """(loc, scale) of the priors of these sites, or None if some are not normal."""
     priors = {}
-    for name in guide.weight_sites:
+    for name in names:
         prior = model.normal_prior(name)
         if prior is None:
             return None
@@ -96,10 +105,8 @@ class AnalyticELBO(ELBO):
     """Base: a bound from the exact q(f) of a `GaussianGuide`; subclasses give the expectation."""
 
     @abstractmethod
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`."""
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        """E_q log p(y | f), or its bound or estimate, of each row `(N,)`, with q(f) as moments."""
 
     def terms(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
@@ -120,7 +127,7 @@ class AnalyticELBO(ELBO):
         scale = 1.0 if num_data is None else num_data / len(y)
         # Mixed precision is for the network; the last layer is cheap and keeps its own.
         with own_precision(h):
-            layer, priors = model.layer, _normal_priors(model, guide)
+            layer, priors = model.layer, normal_priors(model, guide.weight_sites)
             h = h.to(layer.log_unit_scale.dtype)
             if priors is None:
                 moments, divergence = guide.moments(layer, h), kl(model, guide)
@@ -169,10 +176,8 @@ class ClosedFormELBO(AnalyticELBO):
     For likelihoods whose expectation is closed: Gaussian, heteroscedastic Gaussian, Poisson.
     """
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        return likelihood.expected_log_prob(y, moments)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        return likelihood.expected_log_prob(y, q)
 
 
 class JensenELBO(AnalyticELBO):
@@ -181,10 +186,8 @@ class JensenELBO(AnalyticELBO):
     The normalizer is shifted first so that less is lost (`gaussian.log_normalizer_bound`).
     """
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        return likelihood.expected_log_prob_bound(y, moments)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        return likelihood.expected_log_prob_bound(y, q)
 
 
 class LocalReparamELBO(AnalyticELBO):
@@ -202,8 +205,6 @@ class LocalReparamELBO(AnalyticELBO):
         check_integer("num_samples", num_samples, minimum=1)
         self.num_samples = num_samples
 
-    def expected_log_prob(
-        self, likelihood: Likelihood, y: Tensor, moments: FunctionMoments
-    ) -> Tensor:
-        f = sample_marginals(moments, self.num_samples)  # (S, N, F)
+    def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
+        f = sample_marginals(q, self.num_samples)  # (S, N, F)
         return likelihood.distribution(f).log_prob(y).mean(0)

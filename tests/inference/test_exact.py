@@ -20,8 +20,8 @@ from pyro_dak import (
 )
 from tests import reference, scenarios
 
-# K = 1 + 2 * 3 = 7 weights, 9 with the linear term: rows on either side choose the solver.
-ROWS = {"by rows": 5, "by weights": 30}
+# K = 1 + 2 * 3 = 7 weights, 9 with the linear term.
+ROWS = {"fewer rows than weights": 5, "more rows than weights": 30}
 rows = pytest.mark.parametrize("num_rows", ROWS.values(), ids=ROWS)
 linear_terms = pytest.mark.parametrize("linear_term", [False, True])
 
@@ -111,7 +111,7 @@ def test_chunks_of_rows_leave_the_posterior_unchanged(num_rows, chunk_size):
 
 
 def test_evidence_of_one_more_row_is_its_predictive_density():
-    case = regression(8)  # seven rows are solved by rows, eight by weights
+    case = regression(8)
     whole = case.exact().log_evidence
     guide, log_evidence = exact_posterior(case.model, case.x[:7], case.y[:7])
     mean, var, _ = guide.moments(case.model.layer, case.h[7:])
@@ -239,6 +239,13 @@ def test_elbo_is_close_to_the_evidence_whatever_the_noise(noise_scale, num_rows)
 
 
 # Errors
+
+
+@pytest.mark.parametrize("num_rows", [20, 200])
+def test_noise_too_small_for_double_precision_is_named(num_rows):
+    case = scenarios.make(GaussianLikelihood(1e-9), num_rows=num_rows, level=5)
+    with pytest.raises(ValueError, match="`noise_scale`=1e-09 is too small against the scale of f"):
+        case.exact()
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, pyro_method
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_positive
 
-__all__ = ["GaussianGuide", "NormalParameters", "SiteNormals", "tril"]
+__all__ = ["GaussianGuide", "NormalParameters", "SiteNormals", "independent_roots", "tril"]
 
 NormalParameters = Mapping[str, tuple[Any, Any]]
 
@@ -28,14 +29,12 @@ NormalParameters = Mapping[str, tuple[Any, Any]]
 class GaussianGuide(PyroModule):
     """q(z, mu, linear) Gaussian, times independent log-normals for the shrinkage sites.
 
+    `has_closed_form` says whether q(f) is known without draws, which shrinkage sites prevent.
+
     Args:
         model: gives names and shapes of the sites, and nothing else.
         init_scale: initial standard deviation of every weight.
         init_loc_scale: initial means are drawn from N(0, init_loc_scale^2).
-
-    Attributes:
-        has_closed_form: whether q(f) is known without draws, which a site for the scales of the
-            units would prevent.
     """
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
@@ -50,20 +49,19 @@ class GaussianGuide(PyroModule):
         for name in self.scale_sites:
             shape = self.site_shapes[name]
             self.register_parameter(f"{name}_loc", nn.Parameter(torch.zeros(shape)))
-            log_scale = torch.full(shape, math.log(init_scale))
-            self.register_parameter(f"{name}_log_scale", nn.Parameter(log_scale))
+            self.register_parameter(f"{name}_log_scale", self.initial_log_scale(*shape))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments are those of the model and are not read."""
         values = self.sample_weights()
         for name in self.scale_sites:
-            values[name] = pyro.sample(name, self.scale_distribution(name))
+            q = dist.LogNormal(*self.normal(name)).to_event(len(self.site_shapes[name]))
+            values[name] = pyro.sample(name, q)
         return values
 
-    def scale_distribution(self, name: str) -> dist.Distribution:
-        """q of a shrinkage site."""
-        loc, log_scale = getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale")
-        return dist.LogNormal(loc, log_scale.exp()).to_event(len(self.site_shapes[name]))
+    def normal(self, name: str) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations of a site that has parameters of its own."""
+        return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
 
     @pyro_method
     def announce_parameters(self) -> None:
@@ -110,8 +108,7 @@ class GaussianGuide(PyroModule):
 
     def initial_raw_tril(self, *shape: int) -> nn.Parameter:
         """The matrices whose `tril` are the diagonal Cholesky factors at the start."""
-        size = shape[-1]
-        return nn.Parameter(math.log(self.init_scale) * torch.eye(size).expand(*shape).clone())
+        return nn.Parameter(math.log(self.init_scale) * torch.eye(shape[-1]).expand(shape).clone())
 
 
 def tril(raw: Tensor) -> Tensor:
@@ -119,8 +116,15 @@ def tril(raw: Tensor) -> Tensor:
     return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
 
 
+def independent_roots(z_root: Tensor, linear: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Roots of z and of an independent linear term, whose scales get a column of their own."""
+    if linear is None:
+        return z_root, None
+    return pad(z_root, (1, 0)), pad(linear.unsqueeze(-1), (0, z_root.shape[-1]))
+
+
 class SiteNormals(GaussianGuide):
-    """Guides in which some sites are independent normals, `NAME_loc` and `NAME_log_scale`."""
+    """Guides whose sites are independent. A normal site has `NAME_loc` and `NAME_log_scale`."""
 
     def add_normals(self, names: list[str]) -> None:
         """Register means and logarithms of standard deviations of these sites."""
@@ -129,24 +133,17 @@ class SiteNormals(GaussianGuide):
             self.register_parameter(f"{name}_loc", self.initial_loc(*shape))
             self.register_parameter(f"{name}_log_scale", self.initial_log_scale(*shape))
 
-    def normal(self, name: str) -> tuple[Tensor, Tensor]:
-        """Means and standard deviations of a site of independent normals."""
-        return getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale").exp()
-
-    def normal_distribution(self, name: str) -> dist.Distribution:
-        """q of a site of independent normals."""
+    def site_distribution(self, name: str) -> dist.Distribution:
+        """q of a site."""
         return dist.Normal(*self.normal(name)).to_event(len(self.site_shapes[name]))
 
-    def independent_roots(self, z_root: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Roots of z and of an independent linear term, which gets a column of its own."""
-        if "linear" not in self.site_shapes:
-            return z_root, None
-        linear = torch.nn.functional.pad(
-            self.normal("linear")[1].unsqueeze(-1), (0, z_root.shape[-1])
-        )
-        return torch.nn.functional.pad(z_root, (1, 0)), linear
+    def sample_weights(self) -> dict[str, Tensor]:
+        return {n: pyro.sample(n, self.site_distribution(n)) for n in self.weight_sites}
 
     def weight_means(self) -> Weights:
-        return Weights(
-            self.z_loc, self.mu_loc, self.linear_loc if "linear" in self.site_shapes else None
-        )
+        linear = self.linear_loc if "linear" in self.site_shapes else None
+        return Weights(self.z_loc, self.mu_loc, linear)
+
+    def linear_scale(self) -> Tensor | None:
+        """Standard deviations of the linear term, `(F, P)`, or None if there is none."""
+        return self.normal("linear")[1] if "linear" in self.site_shapes else None

@@ -15,14 +15,66 @@ from torch.distributions.transforms import ReshapeTransform
 
 from pyro_dak.additive.gaussian import FunctionMoments, kl_low_rank, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer, Weights
-from pyro_dak.inference.guides.base import GaussianGuide, NormalParameters, tril
+from pyro_dak.inference.guides.base import GaussianGuide, NormalParameters, independent_roots, tril
 from pyro_dak.model.dak import DAK
 from pyro_dak.validation import check_integer
 
-__all__ = ["FullRankGuide", "LowRankGuide"]
+__all__ = ["FullRankGuide", "LowRankGuide", "flat_priors"]
 
 
-class FullRankGuide(GaussianGuide):
+def flat_priors(
+    priors: NormalParameters, shapes: Mapping[str, torch.Size], like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Means and scales of normal priors, with one site after the other in the last dimension.
+
+    Both have the shape of `like`: `(F, K)` with one row per function, or `(K,)` for all weights.
+    """
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    columns = [
+        [torch.as_tensor(v, **options).expand(shapes[n]).reshape(*like.shape[:-1], -1) for v in p]
+        for n, p in priors.items()
+    ]
+    loc, scale = (torch.cat(part, -1) for part in zip(*columns, strict=True))
+    return loc, scale
+
+
+class _JointGuide(GaussianGuide):
+    """A guide with means `loc` `(..., K)`, in which the sites mu, linear and z follow each other.
+
+    K counts the weights of one function, or those of all functions.
+    """
+
+    _sizes: list[int]  # number of weights of each site in a row of `loc`
+
+    def split(self, flat: Tensor) -> Weights:
+        """Weights from the form of `loc`, with any batch in front."""
+        batch = flat.shape[: flat.dim() - self.loc.dim()]
+        parts = zip(self.weight_sites, flat.split(self._sizes, -1), strict=True)
+        sites = {name: part.reshape(*batch, *self.site_shapes[name]) for name, part in parts}
+        return Weights(sites["z"], sites["mu"], sites.get("linear"))
+
+    def weight_means(self) -> Weights:
+        return self.split(self.loc)
+
+    def sample_weights(self) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
+        shifts: list[Tensor] = []
+        for name, loc in zip(self.weight_sites, self.loc.split(self._sizes, -1), strict=True):
+            before = torch.cat(shifts, -1) if shifts else self.loc[..., :0]
+            q = self.conditional(before, loc.shape[-1])
+            shape = self.site_shapes[name]
+            reshape = ReshapeTransform(q.event_shape, shape)
+            values[name] = pyro.sample(name, dist.TransformedDistribution(q, [reshape]))
+            batch = values[name].shape[: -len(shape)]
+            shifts.append(values[name].reshape(*batch, *loc.shape) - loc)
+        return values
+
+    def conditional(self, before: Tensor, size: int) -> dist.Distribution:
+        """q of the next `size` weights, given w - loc of all weights before them, `(..., k)`."""
+        raise NotImplementedError
+
+
+class FullRankGuide(_JointGuide):
     """Full covariance among all weights of each function; functions independent of one another.
 
     For a Gaussian likelihood the exact posterior is of this form. Parameters `loc` `(F, K)` and
@@ -31,9 +83,8 @@ class FullRankGuide(GaussianGuide):
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
-        F = self.site_shapes["mu"][0]
         self._sizes = [self.site_shapes[n][1:].numel() for n in self.weight_sites]
-        K = sum(self._sizes)
+        F, K = self.site_shapes["mu"][0], sum(self._sizes)
         self.loc = self.initial_loc(F, K)
         self.raw_tril = self.initial_raw_tril(F, K, K)
 
@@ -49,34 +100,15 @@ class FullRankGuide(GaussianGuide):
         diagonal = torch.diag_embed(scale_tril.diagonal(dim1=-2, dim2=-1).log())
         self.raw_tril.copy_(scale_tril.tril(-1) + diagonal)
 
-    def weight_means(self) -> Weights:
-        return _split_columns(self.loc, self.site_shapes)
-
-    def sample_weights(self) -> dict[str, Tensor]:
-        """w_i | w_<i ~ N(loc_i + sum_{j<i} T_ij eps_j, T_ii T_ii^T) with the eps_j recovered."""
-        scale_tril, loc = self.scale_tril, self.loc
-        noises: list[Tensor] = []
-        values: dict[str, Tensor] = {}
-        start = 0
-        for name, size in zip(self.weight_sites, self._sizes, strict=True):
-            block = slice(start, start + size)
-            conditional_loc = loc[:, block]
-            if noises:
-                before = torch.cat(noises, -1)  # (..., F, start)
-                shift = (scale_tril[:, block, :start] @ before.unsqueeze(-1)).squeeze(-1)
-                conditional_loc = conditional_loc + shift
-            own = scale_tril[:, block, block]
-            site = dist.MultivariateNormal(conditional_loc, scale_tril=own).to_event(1)
-            shape = self.site_shapes[name]
-            reshape = ReshapeTransform(torch.Size((shape[0], size)), shape)
-            values[name] = pyro.sample(name, dist.TransformedDistribution(site, [reshape]))
-            if name != self.weight_sites[-1]:
-                flat = values[name].reshape(*values[name].shape[: -len(shape)], shape[0], size)
-                residual = (flat - conditional_loc).unsqueeze(-1)
-                noise = torch.linalg.solve_triangular(own, residual, upper=False)
-                noises.append(noise.squeeze(-1))
-            start += size
-        return values
+    def conditional(self, before: Tensor, size: int) -> dist.Distribution:
+        """w_i | w_<i ~ N(loc_i + T_i< eps_<, T_ii T_ii^T) with eps_< = T_<<^{-1} (w_< - loc_<)."""
+        scale_tril, k = self.scale_tril, before.shape[-1]
+        block = slice(k, k + size)
+        noise = torch.linalg.solve_triangular(
+            scale_tril[:, :k, :k], before.unsqueeze(-1), upper=False
+        )
+        loc = self.loc[:, block] + (scale_tril[:, block, :k] @ noise).squeeze(-1)
+        return dist.MultivariateNormal(loc, scale_tril=scale_tril[:, block, block]).to_event(1)
 
     def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
         mean = layer(h, self.weight_means())
@@ -84,25 +116,19 @@ class FullRankGuide(GaussianGuide):
         return FunctionMoments(mean, var)
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
-        _, P, M = self.site_shapes["z"]
-        linear, z = self.scale_tril[:, 1:].split([sum(self._sizes) - 1 - P * M, P * M], 1)
-        return z.unflatten(1, (P, M)), linear if "linear" in self.site_shapes else None
+        _, *linear, z = self.scale_tril.split(self._sizes, 1)
+        return z.unflatten(1, self.site_shapes["z"][1:]), linear[0] if linear else None
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        prior_loc, prior_scale = _flat_priors(priors, self.site_shapes, self.weight_sites, self.loc)
-        return kl_tril(self.loc, self.scale_tril, prior_loc, prior_scale)
+        prior = flat_priors(priors, self.site_shapes, self.loc)
+        return kl_tril(self.loc, self.scale_tril, *prior)
 
 
-class LowRankGuide(GaussianGuide):
+class LowRankGuide(_JointGuide):
     """Covariance diag(scale^2) + B B^T with B of `rank` columns, over all weights of all functions.
 
     Parameters `loc`, `log_scale` `(K,)` and `factor` `(K, rank)` over all weights (mu, linear, z).
-
-    Args:
-        model: gives the sites.
-        rank: number of columns of B.
-        init_scale: initial standard deviation; the columns start at a tenth of it, at random.
-        init_loc_scale: initial means are drawn from N(0, init_loc_scale^2).
+    The columns of B start at random, at a tenth of `init_scale`.
     """
 
     def __init__(
@@ -117,83 +143,35 @@ class LowRankGuide(GaussianGuide):
         self.log_scale = self.initial_log_scale(K)
         self.factor = nn.Parameter(0.1 * init_scale / rank**0.5 * torch.randn(K, rank))
 
-    def _split(self, flat: Tensor) -> Weights:
-        """Weights from `(..., K)`."""
-        parts = dict(zip(self.weight_sites, flat.split(self._sizes, -1), strict=True))
-        shaped = {name: part.unflatten(-1, self.site_shapes[name]) for name, part in parts.items()}
-        return Weights(shaped["z"], shaped["mu"], shaped.get("linear"))
+    def conditional(self, before: Tensor, size: int) -> dist.Distribution:
+        """w_i = loc_i + B_i u + scale_i eps_i, with u ~ N(0, I) inferred from the weights before.
 
-    def weight_means(self) -> Weights:
-        return self._split(self.loc)
-
-    def sample_weights(self) -> dict[str, Tensor]:
-        """Blocks w_i = loc_i + B_i u + scale_i eps_i in turn, with u ~ N(0, I) inferred so far.
-
-        Given earlier blocks u ~ N(A^{-1} b, A^{-1}), A = I + sum_j B_j^T D_j^{-2} B_j and
-        b = sum_j B_j^T D_j^{-2} (w_j - loc_j), so the conditional of a block is low-rank as well.
+        Given these, u ~ N(A^{-1} b, A^{-1}) with A = I + B_<^T D_<^{-2} B_< and
+        b = B_<^T D_<^{-2} (w_< - loc_<), so that the conditional is low-rank as well.
         """
-        scale = self.log_scale.exp()
-        A = torch.eye(self.rank, dtype=scale.dtype, device=scale.device)
-        b = scale.new_zeros(self.rank)
-        values: dict[str, Tensor] = {}
-        start = 0
-        for name, size in zip(self.weight_sites, self._sizes, strict=True):
-            block = slice(start, start + size)
-            B, D, loc = self.factor[block], scale[block], self.loc[block]
-            root = torch.linalg.cholesky(A)
-            u = torch.cholesky_solve(b.unsqueeze(-1), root).squeeze(-1)
-            factor = torch.linalg.solve_triangular(root, B.mT, upper=False).mT  # B A^{-1/2}
-            conditional_loc = loc + u @ B.mT
-            site = dist.LowRankMultivariateNormal(conditional_loc, factor, D.square())
-            shape = self.site_shapes[name]
-            reshape = ReshapeTransform(torch.Size((size,)), shape)
-            values[name] = pyro.sample(name, dist.TransformedDistribution(site, [reshape]))
-            whitened = B / D.square().unsqueeze(-1)
-            flat = values[name].reshape(*values[name].shape[: -len(shape)], size)
-            A, b = A + whitened.mT @ B, b + (flat - loc) @ whitened
-            start += size
-        return values
+        B, D, k = self.factor, self.log_scale.exp(), before.shape[-1]
+        block = slice(k, k + size)
+        whitened = B[:k] / D[:k].square().unsqueeze(-1)
+        A = torch.eye(self.rank, dtype=D.dtype, device=D.device) + whitened.mT @ B[:k]
+        root = torch.linalg.cholesky(A)
+        u = torch.cholesky_solve((before @ whitened).unsqueeze(-1), root).squeeze(-1)
+        factor = torch.linalg.solve_triangular(root, B[block].mT, upper=False).mT  # B A^{-1/2}
+        loc = self.loc[block] + u @ B[block].mT
+        return dist.LowRankMultivariateNormal(loc, factor, D[block].square())
 
     def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
-        own = layer.moments(h, self._split(self.loc), self._split(self.log_scale.exp()))
-        root = layer(h, self._split(self.factor.mT))  # (rank, N, F)
+        own = layer.moments(h, self.weight_means(), self.split(self.log_scale.exp()))
+        root = layer(h, self.split(self.factor.mT))  # (rank, N, F)
         return FunctionMoments(own.mean, own.var + root.square().sum(0), root)
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
-        scale = self._split(self.log_scale.exp())
-        z, _, linear = self._split(self.factor.mT)  # (rank, F, P, M), (rank, F, P)
-        own = torch.diag_embed(scale.z)
-        z_root = torch.cat([own, z.movedim(0, -1)], -1)
-        if linear is None or scale.linear is None:
-            return z_root, None
-        own_linear = torch.nn.functional.pad(scale.linear.unsqueeze(-1), (0, own.shape[-1]))
-        linear_root = torch.cat([own_linear, linear.movedim(0, -1)], -1)
-        return torch.nn.functional.pad(z_root, (1, 0)), linear_root
+        scale, shared = self.split(self.log_scale.exp()), self.split(self.factor.mT)
+        z_root, linear_root = independent_roots(torch.diag_embed(scale.z), scale.linear)
+        z_root = torch.cat([z_root, shared.z.movedim(0, -1)], -1)
+        if linear_root is not None and shared.linear is not None:
+            linear_root = torch.cat([linear_root, shared.linear.movedim(0, -1)], -1)
+        return z_root, linear_root
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        parts = [_expanded(priors[n], self.site_shapes[n], self.loc) for n in self.weight_sites]
-        prior_loc = torch.cat([loc.reshape(-1) for loc, _ in parts])
-        prior_scale = torch.cat([scale.reshape(-1) for _, scale in parts])
-        return kl_low_rank(self.loc, self.log_scale.exp(), self.factor, prior_loc, prior_scale)
-
-
-def _expanded(prior: tuple[Any, Any], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
-    loc, scale = (torch.as_tensor(p, dtype=like.dtype, device=like.device) for p in prior)
-    return loc.expand(shape), scale.expand(shape)
-
-
-def _flat_priors(
-    priors: NormalParameters, shapes: Mapping[str, torch.Size], names: list[str], like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Prior means and scales per function, `(F, K)` each, in the order of `names`."""
-    parts = [_expanded(priors[name], shapes[name], like) for name in names]
-    F = shapes["mu"][0]
-    loc = torch.cat([loc.reshape(F, -1) for loc, _ in parts], -1)
-    return loc, torch.cat([scale.reshape(F, -1) for _, scale in parts], -1)
-
-
-def _split_columns(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Weights:
-    """Weights from `(F, K)` in the order (mu, linear, z)."""
-    num_linear = shapes["linear"][1] if "linear" in shapes else 0
-    mu, linear, z = flat.split([1, num_linear, shapes["z"][1:].numel()], -1)
-    return Weights(z.reshape(shapes["z"]), mu[:, 0], linear if num_linear else None)
+        prior = flat_priors(priors, self.site_shapes, self.loc)
+        return kl_low_rank(self.loc, self.log_scale.exp(), self.factor, *prior)

@@ -1,12 +1,11 @@
 """The mean-field guide: every weight is independent of the others."""
 
-import pyro
 import torch
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, kl_elements
 from pyro_dak.additive.layer import AdditiveLayer, Weights
-from pyro_dak.inference.guides.base import NormalParameters, SiteNormals
+from pyro_dak.inference.guides.base import NormalParameters, SiteNormals, independent_roots
 from pyro_dak.model.dak import DAK
 
 __all__ = ["MeanFieldGuide"]
@@ -15,9 +14,7 @@ __all__ = ["MeanFieldGuide"]
 def _is_standard(priors: NormalParameters) -> bool:
     """Whether the sites are z and mu alone, both with the numbers of N(0, 1) as priors."""
     for loc, scale in priors.values():
-        if not (isinstance(loc, int | float) and isinstance(scale, int | float)):
-            return False
-        if loc != 0 or scale != 1:
+        if isinstance(loc, Tensor) or isinstance(scale, Tensor) or (loc, scale) != (0, 1):
             return False
     return len(priors) == 2
 
@@ -38,16 +35,9 @@ class MeanFieldGuide(SiteNormals):
         """Standard deviations of z, `(F, P, M)`."""
         return self.z_log_scale.exp()
 
-    def sample_weights(self) -> dict[str, Tensor]:
-        return {n: pyro.sample(n, self.normal_distribution(n)) for n in self.weight_sites}
-
-    def weight_scales(self) -> Weights:
-        """Standard deviations of the weights."""
-        linear = self.linear_log_scale.exp() if "linear" in self.site_shapes else None
-        return Weights(self.z_scale, self.mu_log_scale.exp(), linear)
-
     def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
-        return layer.moments(h, self.weight_means(), self.weight_scales())
+        scales = Weights(self.z_scale, self.mu_log_scale.exp(), self.linear_scale())
+        return layer.moments(h, self.weight_means(), scales)
 
     def moments_and_kl(
         self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
@@ -62,7 +52,7 @@ class MeanFieldGuide(SiteNormals):
         return FunctionMoments(terms[0], terms[1]), terms[2]
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
-        return self.independent_roots(torch.diag_embed(self.z_scale))
+        return independent_roots(torch.diag_embed(self.z_scale), self.linear_scale())
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         parts = []

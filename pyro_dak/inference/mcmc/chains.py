@@ -32,7 +32,9 @@ def effective_sample_size(draws: Float[Tensor, "chains draws *event"]) -> Float[
     halves = _split(draws)
     m, n = halves.shape[:2]
     within, total = _variances(halves)
-    covariance = _autocovariance(halves).mean(0)  # (n, *event)
+    centred = halves - halves.mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(centred, 2 * n, dim=1).abs().square().mean(0)
+    covariance = torch.fft.irfft(spectrum, 2 * n, dim=0)[:n] / n  # at all lags, (n, *event)
     rho = 1 - (within - covariance * n / (n - 1)) / torch.where(total > 0, total, 1.0)
     rho = torch.cat([torch.ones_like(rho[:1]), rho[1:]])
     pairs = rho[: n // 2 * 2].unflatten(0, (-1, 2)).sum(1)
@@ -53,11 +55,3 @@ def _variances(chains: Tensor) -> tuple[Tensor, Tensor]:
     n = chains.shape[1]
     within = chains.var(1).mean(0)
     return within, (n - 1) / n * within + chains.mean(1).var(0)
-
-
-def _autocovariance(chains: Tensor) -> Tensor:
-    """(1 / n) sum_i (x_i - mean)(x_i+t - mean) at all lags t, `(chains, n, *event)`."""
-    n = chains.shape[1]
-    centred = chains - chains.mean(1, keepdim=True)
-    spectrum = torch.fft.rfft(centred, 2 * n, dim=1).abs().square()
-    return torch.fft.irfft(spectrum, 2 * n, dim=1)[:, :n] / n

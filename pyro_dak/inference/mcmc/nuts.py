@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
 
-from pyro_dak.inference.densities import log_joint, noise_scale, unit_data
+from pyro_dak.inference.densities import log_joint, noise_scale, seeded, unit_data
 from pyro_dak.inference.draws import Draws
 from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
 from pyro_dak.inference.mcmc.target import Target
@@ -107,15 +107,14 @@ def run_nuts(
 ) -> MCMCRun:
     """Samples of all weights by the No-U-Turn sampler, with the features held fixed.
 
-    The unit inputs are computed once, in eval mode; after that a step costs one matrix product.
+    The unit inputs of x `(N, ...)` are computed once, in eval mode; after that steps are cheap.
     Any likelihood is allowed, and any prior whose weights are real numbers. The scales of a prior
-    on `shrinkage` are sampled along with the weights.
+    on `shrinkage` are sampled along with the weights. A warning says so if there are divergences
+    or if r-hat is above 1.05.
 
     Args:
         model: the model. Its network stays fixed, and so do its noise and unit scales unless they
             get a prior here.
-        x: inputs, `(N, ...)`.
-        y: targets.
         num_samples: draws per chain after the warm-up.
         warmup_steps: draws per chain that adapt step size and masses and are thrown away.
         num_chains: number of chains, which run one after the other.
@@ -127,9 +126,6 @@ def run_nuts(
             at the mode.
         seed: chain k uses seed + k.
         progress: whether to show a bar for each chain.
-
-    Returns:
-        The draws. A warning says so if there are divergences or r-hat is above 1.05.
     """
     kernel_fn = partial(NUTS, max_tree_depth=max_tree_depth, target_accept_prob=target_accept_prob)
     options: dict[str, Any] = {"whiten": whiten, "seed": seed, "progress": progress}
@@ -188,8 +184,7 @@ def _run(
         for chain in range(num_chains):
             label = f"chain {chain + 1}/{num_chains}" if progress else None
             kernel = kernel_fn(potential_fn=target, adapt_mass_matrix=should_adapt)
-            with torch.enable_grad(), torch.random.fork_rng():
-                torch.manual_seed(seed + chain)
+            with torch.enable_grad(), seeded(seed + chain):
                 runs.append(_run_chain(target, kernel, num_samples, warmup_steps, label))
         run = MCMCRun(
             {name: torch.cat([r.sites[name] for r in runs]) for name in runs[0].sites},
@@ -232,8 +227,8 @@ def _run_chain(
     initial = {"position": target.initial_position(generator)}
     steps, step_sizes = [], []
     start, last = time.perf_counter(), {}
-    length, hidden = warmup_steps + num_samples, label is None
-    bar = tqdm(total=length, desc=label, unit="draw", disable=hidden, file=sys.stderr)
+    options: dict[str, Any] = {"unit": "draw", "disable": label is None, "file": sys.stderr}
+    bar = tqdm(total=warmup_steps + num_samples, desc=label, **options)
 
     def hook_fn(kernel: Any, params: object, stage: str, index: int) -> None:
         if stage.startswith("Sample"):
@@ -248,15 +243,14 @@ def _run_chain(
     mcmc = MCMC(kernel, num_samples, warmup_steps, **options)
     with bar:
         mcmc.run()
-    sites = target.sites(mcmc.get_samples()["position"])
-    diverging = torch.zeros(num_samples, dtype=torch.bool)
-    diverging[list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
+    sites = target.sites(mcmc.get_samples(group_by_chain=True)["position"])
+    diverging = torch.zeros(1, num_samples, dtype=torch.bool)
+    diverging[0, list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
     stats = {
         "diverging": diverging,
-        "n_steps": torch.tensor(steps),
-        "step_size": torch.tensor(step_sizes, dtype=torch.float64),
+        "n_steps": torch.tensor([steps]),
+        "step_size": torch.tensor([step_sizes], dtype=torch.float64),
     }
-    sites, stats = ({n: v.unsqueeze(0) for n, v in part.items()} for part in (sites, stats))
     seconds = time.perf_counter() - start
     return MCMCRun(sites, None, stats, [float(last["acc. prob"])], [seconds])
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints
 
 from pyro_dak.inference.densities import noise_scale, with_noise
+from pyro_dak.inference.guides.joint import flat_priors
+from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood, GaussianLikelihood
 
@@ -30,10 +32,10 @@ class Target:
     """The potential -log p(y, w, scales) of a position, with the Jacobian of its coordinates.
 
     The features are fixed: f = Phi w with the rows Phi of `AdditiveLayer.design`, one matrix
-    product. For Gaussian noise and N > K, Phi = Q R enters through R alone, which is K x K.
+    product. For Gaussian noise, Phi = Q R enters through R alone, which has at most K rows.
 
     Args:
-        model: the model.
+        model: the model, whose network and other parameters stay fixed.
         h: unit inputs, `(N, P)`, float64.
         y: targets, as `checked_data` returns them.
         extra_priors: priors of `noise_scale` and `unit_scale`, if these are sampled too. The shape
@@ -59,19 +61,22 @@ class Target:
         self._extra_priors = dict(extra_priors or {})
         self._weight_priors = self._site_priors("mu", "linear", "z")
         _check_real(self._weight_priors)
+        F, K = model.num_functions, self.design.shape[-1]
+        self._loc = self.design.new_zeros(F, K)
+        self._root = torch.eye(K, dtype=h.dtype, device=h.device).expand(F, K, K)
         self._normal_prior = self._flat_normal_prior()
         current = {"unit_scale": self._unit_scale, "noise_scale": self._noise}
         scale_priors = self._site_priors("global_shrinkage", "shrinkage") | self._extra_priors
         self._scales = _Scales(scale_priors, current)
         self._reduced = self._reduce()
-        F, K = model.num_functions, self.design.shape[-1]
-        self._loc = self.design.new_zeros(F, K)
-        self._root = torch.eye(K, dtype=h.dtype, device=h.device).expand(F, K, K)
+        self._lowest: Tensor | None = None
         if whiten:
             self._loc, self._root = _find_whitening(
                 self.design, self._prior_precision(), self._log_prior, self._row_log_lik
             )
-        self._quadratic = self._quadratic_form()
+            # With Gaussian noise and normal priors the whitened weights are standard normals.
+            if self._reduced is not None and self._normal_prior is not None and not scale_priors:
+                self._lowest = -self._log_joint(self._loc, {})
 
     @property
     def num_weights(self) -> int:
@@ -82,10 +87,8 @@ class Target:
         """The potential at `params["position"]`, a scalar."""
         self.num_evaluations += 1
         position = params["position"]
-        if self._quadratic is not None:
-            A, b, constant = self._quadratic
-            e = position.view(*self._loc.shape, 1)
-            return constant + 0.5 * (A @ e - b).square().sum()
+        if self._lowest is not None:
+            return self._lowest + 0.5 * position.square().sum()
         weights = self._weights(position[: self.num_weights])
         scales, log_det = self._scales.constrain(position[self.num_weights :])
         return -(self._log_joint(weights, scales) + log_det)
@@ -108,10 +111,10 @@ class Target:
 
     @torch.no_grad()
     def sites(self, positions: Tensor) -> dict[str, Tensor]:
-        """The sites of the model and the sampled scales at positions `(S, D)`, `(S, *event)`."""
-        weights = self.model.layer.split(self._weights(positions[:, : self.num_weights]))
+        """The sites of the model and the sampled scales at positions `(..., D)`, by name."""
+        weights = self.model.layer.split(self._weights(positions[..., : self.num_weights]))
         sites = {name: getattr(weights, name) for name in self._weight_priors}
-        return sites | self._scales.constrain(positions[:, self.num_weights :])[0]
+        return sites | self._scales.constrain(positions[..., self.num_weights :])[0]
 
     def _weights(self, e: Tensor) -> Tensor:
         """w = loc + root e, `(..., F, K)`, from whitened weights `(..., F K)`."""
@@ -144,10 +147,8 @@ class Target:
         if self._normal_prior is not None:
             loc, scale, constant = self._normal_prior
             return constant - 0.5 * ((weights - loc) / scale).square().sum()
-        shapes = [self.model.site_shapes[name] for name in self._weight_priors]
-        parts = weights.split([shape.numel() // shape[0] for shape in shapes], -1)
-        triples = zip(self._weight_priors.values(), parts, shapes, strict=True)
-        return torch.stack([prior.log_prob(w.reshape(shape)) for prior, w, shape in triples]).sum()
+        sites = self.model.layer.split(weights)._asdict()
+        return torch.stack([p.log_prob(sites[n]) for n, p in self._weight_priors.items()]).sum()
 
     def _log_lik(self, weights: Tensor, noise: Tensor | None) -> Tensor:
         """log p(y | f), summed over rows, with `noise` in the place of the likelihood's scale."""
@@ -171,63 +172,30 @@ class Target:
 
     @torch.no_grad()
     def _reduce(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """R, c and r of |y - Phi w|^2 = |c - R w|^2 + r, for Gaussian noise.
-
-        With Phi = Q R: c = Q^T y and r = |y - Q c|^2 for each output. With fewer rows than weights
-        there is nothing to gain, and R = Phi, c = y, r = 0.
-        """
+        """R, c and r of |y - Phi w|^2 = |c - R w|^2 + r with Phi = Q R, for Gaussian noise."""
         if not isinstance(self.model.likelihood, GaussianLikelihood):
             return None
-        if len(self.design) <= self.design.shape[-1]:
-            return self.design, self.y, torch.zeros_like(self.y[0])
         Q, R = torch.linalg.qr(self.design)
         c = Q.mT @ self.y  # (K, C)
         return R, c, (self.y - Q @ c).square().sum(0)
-
-    @torch.no_grad()
-    def _quadratic_form(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A `(F, J, K)`, b `(F, J, 1)` and k of the potential |A e - b|^2 / 2 + k.
-
-        The potential has this form for Gaussian noise and normal priors if only weights are
-        sampled. Rows of the likelihood stand above those of the prior.
-        """
-        if self._reduced is None or self._normal_prior is None or self._scales.priors:
-            return None
-        assert self._noise is not None
-        (R, c, _), (prior_loc, prior_scale, _) = self._reduced, self._normal_prior
-        noise = self._noise.expand(len(self._loc)).reshape(-1, 1, 1)
-        A = torch.cat([(R @ self._root) / noise, self._root / prior_scale.unsqueeze(-1)], -2)
-        residual = (c.mT - self._loc @ R.mT).unsqueeze(-1) / noise  # (F, J, 1)
-        prior_residual = ((prior_loc - self._loc) / prior_scale).unsqueeze(-1)
-        b = torch.cat([residual, prior_residual], -2)
-        return A, b, -self._log_joint(self._loc, {}) - 0.5 * b.square().sum()
 
     def _site_priors(self, *names: str) -> dict[str, Any]:
         present = [name for name in names if name in self.model.site_shapes]
         return {name: self.model.prior_distribution(name, self.design) for name in present}
 
-    def _by_weight(self, value: Any, name: str) -> Tensor:
-        """A parameter of the prior of a site for each of its weights, `(F, K of the site)`."""
-        shape = self.model.site_shapes[name]
-        value = torch.as_tensor(value, dtype=torch.float64, device=self.design.device)
-        return value.detach().expand(shape).reshape(shape[0], -1)
-
     def _flat_normal_prior(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Means and scales `(F, K)`, and the normalising constant, if all priors are normal."""
-        normals = {name: self.model.normal_prior(name) for name in self._weight_priors}
-        given = {name: normal for name, normal in normals.items() if normal is not None}
-        if len(given) < len(normals):
+        priors = normal_priors(self.model, self._weight_priors)
+        if priors is None:
             return None
-        loc, scale = (
-            torch.cat([self._by_weight(normal[i], name) for name, normal in given.items()], -1)
-            for i in (0, 1)
-        )
+        parts = flat_priors(priors, self.model.site_shapes, self._loc)
+        loc, scale = (part.detach() for part in parts)
         return loc, scale, -(scale.log() + 0.5 * _LOG_2PI).sum()
 
     def _prior_precision(self) -> Tensor:
         """1 / Var of the weights `(F, K)`, or one where the variance is infinite."""
-        variances = [self._by_weight(p.variance, name) for name, p in self._weight_priors.items()]
-        var = torch.cat(variances, -1)
+        rows = [p.variance.reshape(len(self._loc), -1) for p in self._weight_priors.values()]
+        var = torch.cat(rows, -1).to(self._loc).detach()
         return torch.where(torch.isfinite(var), 1 / var, 1.0)
 
 
@@ -259,13 +227,8 @@ def _find_whitening(
     covariance A^{-1} for e ~ N(0, I). The root is `(F, K, K)`, one for each function, if the
     likelihood does not couple the functions or there are too many weights, else `(1, F K, F K)`.
 
-    Args:
-        design: Phi, `(N, K)`.
-        prior_precision: precision of each weight, `(F, K)`.
-        log_prior_fn: from weights `(F, K)` to their log prior, a scalar.
-        row_log_lik_fn: from f `(N, F)` to the log-likelihood of each row.
-        max_steps: largest number of Newton steps.
-        tolerance: the Newton decrement, in nats, at which the search ends.
+    `log_prior_fn` takes weights `(F, K)`, and `row_log_lik_fn` takes f `(N, F)`. The search ends
+    when the Newton decrement is below `tolerance` nats.
     """
 
     def terms(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,8 +239,12 @@ def _find_whitening(
             (prior_slope,) = torch.autograd.grad(log_prior, w)
             f = (design @ w.mT).detach().requires_grad_()
             log_lik = row_log_lik_fn(f).sum()
-            slope, curvature = _row_derivatives(log_lik, f)
+            (slope,) = torch.autograd.grad(log_lik, f, create_graph=True)
+            # The likelihood of a row depends on the f of that row alone.
+            slopes = [torch.autograd.grad(s.sum(), f, retain_graph=True)[0] for s in slope.mT]
+        curvature = -torch.stack(slopes, -1)  # (N, F, F)
         factor = torch.linalg.cholesky(_total_curvature(design, curvature, prior_precision))
+        slope = slope.detach()
         return -(log_prior + log_lik).detach(), -(prior_slope + slope.mT @ design), factor
 
     weights = torch.zeros_like(prior_precision)
@@ -300,18 +267,6 @@ def _find_whitening(
     return weights, root
 
 
-def _row_derivatives(log_lik: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-    """First and minus second derivatives in f `(N, F)`, `(N, F)` and `(N, F, F)`.
-
-    The likelihood of a row depends on the f of that row alone.
-    """
-    (slope,) = torch.autograd.grad(log_lik, f, create_graph=True)
-    columns = [
-        torch.autograd.grad(slope[:, c].sum(), f, retain_graph=True)[0] for c in range(f.shape[-1])
-    ]
-    return slope.detach(), -torch.stack(columns, -1)
-
-
 def _total_curvature(design: Tensor, curvature: Tensor, prior_precision: Tensor) -> Tensor:
     """The curvature over all weights, `(F, K, K)`, or `(1, F K, F K)` if functions are coupled."""
     F, K = prior_precision.shape
@@ -332,14 +287,11 @@ def _total_curvature(design: Tensor, curvature: Tensor, prior_precision: Tensor)
 class _Scales:
     """The scales that are sampled, as one vector of unconstrained coordinates.
 
-    Args:
-        priors: the prior of each scale by name; all its dimensions are event dimensions.
-        current: values of the model, at which a chain starts. A scale that has none starts where
-            its coordinates are zero.
+    A chain starts at the current value of the model. A scale that has none starts where its
+    coordinates are zero. All dimensions of the priors are event dimensions.
     """
 
     def __init__(self, priors: Mapping[str, Distribution], current: Mapping[str, Tensor | None]):
-        self.priors = dict(priors)
         self._transforms = {name: biject_to(prior.support) for name, prior in priors.items()}
         self._shapes: dict[str, torch.Size] = {}
         starts = [torch.zeros(0, dtype=torch.float64)]
