@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pyro_dak.additive.gaussian import FunctionMoments, kl_elements
+from pyro_dak.additive.gaussian import FunctionMoments, kl_diagonal
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.inference.guides.base import NormalParameters, SiteNormals, independent_roots
 from pyro_dak.model.dak import DAK
@@ -55,11 +55,5 @@ class MeanFieldGuide(SiteNormals):
         return independent_roots(torch.diag_embed(self.z_scale), self.linear_scale())
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        parts = []
-        for name in self.weight_sites:
-            loc, log_scale = getattr(self, f"{name}_loc"), getattr(self, f"{name}_log_scale")
-            prior_loc, prior_scale = priors[name]
-            log_prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).log()
-            whitened = (loc - prior_loc) / prior_scale
-            parts.append(kl_elements(whitened, log_scale - log_prior_scale).sum())
+        parts = [kl_diagonal(*self.normal(name), *priors[name]) for name in self.weight_sites]
         return torch.stack(parts).sum()
