@@ -54,7 +54,7 @@ def training_step(
     loss.train()
     groups = Plan(learning_rate=learning_rate).groups(*loss.parameter_groups())
     (optimizer,) = build_optimizers(groups, fused=True)
-    parameters = [p for group in groups for p in group.parameters]
+    parameters = [p for group in groups for p in group["params"]]
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()

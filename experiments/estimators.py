@@ -27,12 +27,7 @@ from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.estimators import DAKRegressor
-from pyro_dak.tables.predictive import (
-    StudentPrediction,
-    covering_scale,
-    fit_student,
-    mixture_factor,
-)
+from pyro_dak.tables.predictive import StudentPrediction, calibrate
 from pyro_dak.tables.rows import (
     FEW_ROWS,
     Rows,
@@ -141,13 +136,7 @@ class MLPRegressor:
             everywhere = network.moments(self.rows.x)  # (E, N)
         mean, log_var = (part.gather(1, held_out).double().numpy() for part in everywhere)
         y, var = self.rows.y[held_out, 0].double().numpy(), np.exp(log_var)
-        residuals = (y - mean) / np.sqrt(var)
-        self.calibration, self.df = fit_student(residuals)
-        if self.size == 1:
-            self.calibration = max(self.calibration, covering_scale(residuals, self.df))
-        self.factor = mixture_factor(
-            y, mean, self.calibration * var, y.shape[1] // 2, self.df, self.size
-        )
+        self.calibration, self.df, self.factor = calibrate(y, mean, var, self.size)
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()

@@ -3,19 +3,15 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import (
-    _check_sample_weight,
-    check_consistent_length,
-    check_is_fitted,
-    validate_data,
-)
+from sklearn.utils import check_consistent_length, check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -23,7 +19,7 @@ from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
-from pyro_dak.tables.ensemble import Ensemble, Member, ensemble_plan, train
+from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
 from pyro_dak.tables.predictive import Array, check_probability
 from pyro_dak.tables.rows import (
     FEW_ROWS,
@@ -34,8 +30,9 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
+from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer, check_positive
+from pyro_dak.validation import check_integer
 
 __all__ = ["Parameters", "TableEstimator", "scales"]
 
@@ -76,6 +73,8 @@ class TableEstimator(Parameters, BaseEstimator):
 
     # Whether `_calibrate` needs rows that two members have not seen.
     _shares_held_out_rows = False
+    # The factors that leave predictions as the model makes them.
+    _uncalibrated: ClassVar[dict[str, float]]
 
     def _validated_targets(self, y: Any) -> Array:
         """y as an array, or an error."""
@@ -101,39 +100,29 @@ class TableEstimator(Parameters, BaseEstimator):
         """Set the factors that make predictions of held-out rows as wide as their errors."""
         raise NotImplementedError
 
-    def _reset_calibration(self) -> None:
-        """Set the factors that leave predictions as the model makes them."""
-        raise NotImplementedError
-
     def _check_parameters(self) -> None:
         for name in ("ensemble_size", "num_units", "level"):
             check_integer(name, getattr(self, name), minimum=1)
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
         if len(self.hidden_layer_sizes) == 0:
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
-        check_positive("learning_rate", self.learning_rate)
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
         check_probability("validation_fraction", self.validation_fraction)
+        self._plan(num_rows=1, seed=0)  # a plan checks its settings
 
     def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(automatic if self.device == "auto" else self.device)
 
     def _seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))
 
     def _plan(self, num_rows: int, seed: int) -> Plan:
         """The settings of a run. Batch size and epochs follow the number of rows, unless given."""
-        batch_size = self.batch_size or default_batch_size(num_rows)
+        epochs, batch_size = self.epochs, self.batch_size
         return ensemble_plan(
-            epochs=self.epochs or default_epochs(num_rows),
-            batch_size=batch_size,
+            default_epochs(num_rows) if epochs is None else epochs,
+            default_batch_size(num_rows) if batch_size is None else batch_size,
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             seed=seed,
@@ -141,31 +130,21 @@ class TableEstimator(Parameters, BaseEstimator):
 
     def _build(self, size: int, seed: int) -> Ensemble:
         """New members on the device, each with its own seed."""
-        with torch.random.fork_rng(devices=[]):
-            members = [self._build_member(seed + index) for index in range(size)]
+        widths, members = [self.n_features_in_, *self.hidden_layer_sizes], []
+        for index in range(size):
+            with seeded(seed + index, torch.device("cpu")):
+                layers = [part for w in pairwise(widths) for part in (nn.Linear(*w), nn.ReLU())]
+                likelihood, num_outputs = self._likelihood()
+                network, sizes = nn.Sequential(*layers), (widths[-1], self.num_units, num_outputs)
+                model = DAK(network, *sizes, level=self.level, likelihood=likelihood)
+                model.input_shape = (self.n_features_in_,)
+                members.append((model, MeanFieldGuide(model, init_scale=0.1)))
         return Ensemble(members).to(self._device(), torch.float32)
 
-    def _build_member(self, seed: int) -> Member:
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        width_in = self.n_features_in_
-        for width in self.hidden_layer_sizes:
-            layers += [nn.Linear(width_in, width), nn.ReLU()]
-            width_in = width
-        network, (likelihood, num_outputs) = nn.Sequential(*layers), self._likelihood()
-        model = DAK(
-            network, width_in, self.num_units, num_outputs, level=self.level, likelihood=likelihood
-        )
-        model.input_shape = (self.n_features_in_,)
-        return model, MeanFieldGuide(model, init_scale=0.1)
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Train on a table, and return the estimator.
+        """Train on a table of numbers, `(N, D)`, and return the estimator.
 
-        Args:
-            X: `(N, D)`, an array or a data frame of numbers.
-            y: the targets.
-            sample_weight: how often each row counts, `(N,)`; by default once.
+        A row counts as often as `sample_weight` says, `(N,)`; by default once.
         """
         is_warm = self.warm_start and hasattr(self, "ensemble_")
         X, y, weights = self._validated(X, y, sample_weight, is_first=not is_warm)
@@ -181,7 +160,7 @@ class TableEstimator(Parameters, BaseEstimator):
         seed = self._seed()
         if is_first:
             self.num_rows_seen_ = 0.0
-            self._reset_calibration()
+            self.__dict__.update(self._uncalibrated)
             self.ensemble_ = self._build(self.ensemble_size, seed)
         self.num_rows_seen_ += float(weights.sum())
         rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
@@ -193,10 +172,7 @@ class TableEstimator(Parameters, BaseEstimator):
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the fitted estimator to a directory of safetensors and JSON, and return its path.
 
-        Args:
-            path: a new directory. An existing one is replaced only with `overwrite`, and only if
-                it holds a saved model.
-            overwrite: whether an existing model may be replaced.
+        An existing directory is replaced only with `overwrite`, and only if it is a saved model.
         """
         check_is_fitted(self)
         return write_estimator(self, path, overwrite, None)
@@ -257,7 +233,7 @@ class TableEstimator(Parameters, BaseEstimator):
         seed = self._seed()
         N, E = len(rows.x), self.ensemble_size
         plan = self._plan(N, seed)
-        self._reset_calibration()
+        self.__dict__.update(self._uncalibrated)
         if not self.early_stopping or N < _LEAST_ROWS:
             self.ensemble_ = start or self._build(E, seed)
             self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
@@ -280,14 +256,11 @@ class TableEstimator(Parameters, BaseEstimator):
             self._calibrate(y, first, first.moments(x))
         self.ensemble_ = first
         if refit:
-            self._refit(rows, plan)
-
-    def _refit(self, rows: Rows, plan: Plan) -> None:
-        self.ensemble_ = self._build(self.ensemble_size, plan.seed + 1000)
-        plan = replace(plan, stop_after=self.history_.best_epoch)
-        history = train(self.ensemble_, rows, plan, None, self.progress, "refit")
-        self.history_.rows += history.rows
-        self.history_.seconds += history.seconds
+            self.ensemble_ = self._build(E, seed + 1000)
+            plan = replace(plan, stop_after=self.history_.best_epoch)
+            second = train(self.ensemble_, rows, plan, None, self.progress, "refit")
+            self.history_.rows += second.rows
+            self.history_.seconds += second.seconds
 
     def _moments(self, X: Any) -> Iterator[tuple[Ensemble, FunctionMoments]]:
         """q(f) of every member, one chunk of rows after the other, in float64.
@@ -298,8 +271,7 @@ class TableEstimator(Parameters, BaseEstimator):
         X = validate_data(self, X, reset=False, dtype=_DTYPES)
         ensemble = self.ensemble_.to(self._device(), torch.float64)
         slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
-        bar = tqdm(slices, desc="predict", delay=2, disable=not self.progress, leave=False)
-        for rows in bar:
+        for rows in tqdm(slices, "predict", delay=2, disable=not self.progress, leave=False):
             x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
             with torch.no_grad():
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))

@@ -29,11 +29,12 @@ from pyro_dak.diagnostics.calibration import coverage_curve
 from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
-from pyro_dak.tables.files import TableError, check_writable, read_table, replacing, write_table
+from pyro_dak.tables.files import TableError, check_writable, read_table, write_table
 from pyro_dak.tables.predictive import Array
-from pyro_dak.tables.saving import check_path, read_estimator, write_estimator
+from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.tables.schema import Schema, inputs, learn_schema, targets
-from pyro_dak.training.checkpoint import CheckpointError
+from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
+from pyro_dak.training.files import write_whole
 
 __all__ = ["app"]
 
@@ -131,7 +132,7 @@ def fit(
     """
     if task not in (None, "regression", "classification"):
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
-    check_path(out, force, "--force")
+    check_replaceable(out, force, "--force")
     frame = read_table(table, delimiter)
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
@@ -223,6 +224,7 @@ def info(
 
 def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
     """What was learned, by name: `fit` prints it at its end, and `info` later."""
+    rows, best = estimator.history_.rows, estimator.history_.best_epoch
     facts = {
         "task": schema.task,
         "target": schema.target,
@@ -230,10 +232,9 @@ def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, A
         "text columns": len(schema.categories),
         "training rows": extra.get("num_rows"),
         "networks": estimator.ensemble_size,
-        "epochs": len(estimator.history_.rows),
+        "epochs": len(rows),
     }
-    best = estimator.history_.best_epoch
-    score = None if best is None else estimator.history_.rows[best - 1]["val_score"]
+    score = None if best is None else rows[best - 1]["val_score"]
     if schema.task == "classification":
         facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
     else:
@@ -267,11 +268,10 @@ def _score_regression(estimator: DAKRegressor, X: pd.DataFrame, y: Array) -> Eva
 
 
 def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evaluation:
-    position = {label: k for k, label in enumerate(estimator.classes_.tolist())}
-    unknown = sorted({str(label) for label in y.tolist() if label not in position})
+    labels = torch.from_numpy(pd.Index(estimator.classes_).get_indexer(y))
+    unknown = sorted({str(label) for label in y[labels.numpy() < 0]})
     if unknown:
         raise TableError(f"target has classes that were not there in training: {unknown[:5]}.")
-    labels = torch.tensor([position[label] for label in y.tolist()])
     probs = torch.from_numpy(estimator.predict_proba(X))
     at_label = probs.gather(-1, labels.unsqueeze(-1))
     scores = {
@@ -289,8 +289,7 @@ def _write_plot(draw: Callable[[Any], Any], path: Path) -> None:
     kind = path.suffix.lower().lstrip(".") or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise TableError(f"{path}: cannot be drawn as `{kind}`; use .png, .pdf or .svg.")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+    write_whole(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=150))
 
 
 @contextmanager

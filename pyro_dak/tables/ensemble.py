@@ -22,12 +22,7 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.rows import Rows
 from pyro_dak.training.checkpoint import load_module_tensors, module_tensors
 from pyro_dak.training.data import ResidentData
-from pyro_dak.training.describe import (
-    build_guide,
-    build_model,
-    describe_guide,
-    describe_model,
-)
+from pyro_dak.training.describe import describe, rebuild
 from pyro_dak.training.loop import Learner, Run, seeded
 from pyro_dak.training.plan import History, Plan
 
@@ -100,16 +95,10 @@ def train(
 ) -> History:
     """Minimise the loss of every member; the members are changed in place.
 
-    Args:
-        stack: the members.
-        rows: the training data, on the device of the members.
-        plan: the settings.
-        score_fn: a function that scores every member on held-out rows, `(E, n)`, smaller is better.
-            A member whose last scores are worse than its best by two standard errors of the
-            difference goes back to its best. The run ends early if that has been so for all
-            members in `plan.patience` scorings in a row.
-        progress: whether to show a bar for what takes more than two seconds.
-        description: the word before the bar.
+    `score_fn` scores every member on held-out rows, `(E, n)`, where smaller is better. A member
+    whose last scores are worse than its best by two standard errors of the difference goes back to
+    its best. The run ends early if that has been so for all members in `plan.patience` scorings in
+    a row. With `progress`, a bar shows what takes more than two seconds.
 
     Raises:
         TrainingError: if the loss or the gradient becomes NaN or infinite.
@@ -131,10 +120,7 @@ class Ensemble(Stack):
 
     A member is a `DAK` on a plain multilayer perceptron (linear layers with ReLUs between or
     after), with an embedding, standardised units, a Markov kernel, normal priors and a
-    `MeanFieldGuide`.
-
-    Args:
-        members: pairs of model and guide, whose weights are copied.
+    `MeanFieldGuide`. Its weights are copied.
 
     Attributes:
         model: a member that stands for the architecture; its own weights are not used.
@@ -146,7 +132,7 @@ class Ensemble(Stack):
         if not members:
             raise ValueError("`members` must hold at least one pair of model and guide.")
         self.model, self.guide = members[0]
-        self._check()
+        self.layers = _linear_layers(self.model, self.guide)
         states = [module_tensors(model, guide) for model, guide in members]
         shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
         if any(other != shapes[0] for other in shapes):
@@ -157,15 +143,12 @@ class Ensemble(Stack):
             name: torch.stack([state[name] for state in states]).requires_grad_(name in learned)
             for name in states[0]
         }
-        self.layers = _linear_layers(self.model.feature_extractor)
 
-    def to(
-        self, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> "Ensemble":
-        """A copy on another device or in another dtype, with weights of its own."""
-        other = copy.copy(self)
+    def to(self, *place: Any, **options: Any) -> "Ensemble":
+        """A copy with weights of its own; the arguments are those of `Tensor.to`."""
+        other, own = copy.copy(self), options | {"copy": True}
         other.tensors = {
-            name: t.detach().to(device, dtype, copy=True).requires_grad_(t.requires_grad)
+            name: t.detach().to(*place, **own).requires_grad_(t.requires_grad)
             for name, t in self.tensors.items()
         }
         return other
@@ -178,18 +161,14 @@ class Ensemble(Stack):
 
     def members(self) -> list[Member]:
         """The members as ordinary models and guides, copies in eval mode."""
-        return [self._member(index) for index in range(len(self))]
-
-    def _member(self, index: int) -> Member:
-        with torch.random.fork_rng(devices=[]):
-            model = build_model(describe_model(self.model))
-            guide = build_guide(describe_guide(self.guide), model, None)
-        assert isinstance(guide, MeanFieldGuide)
-        dtype = self.tensors["guide.mu_loc"].dtype
-        model, guide = model.to(self.device, dtype), guide.to(self.device, dtype)
-        load_module_tensors(model, guide, {n: t.detach()[index] for n, t in self.tensors.items()})
-        model.input_shape = self.model.input_shape
-        return model.eval(), guide.eval()
+        members: list[Any] = []
+        for index in range(len(self)):
+            own = {name: tensor.detach()[index] for name, tensor in self.tensors.items()}
+            pair = rebuild(describe(self.model, self.guide))
+            model, guide = (part.to(self.device, own["guide.mu_loc"].dtype) for part in pair)
+            load_module_tensors(model, guide, own)
+            members.append((model, guide))
+        return members
 
     def unit_inputs(self, x: Tensor, training: bool = False) -> Tensor:
         """h of every member, `(E, P, N)`, in the coordinates of the grid.
@@ -239,13 +218,9 @@ class Ensemble(Stack):
         """The sum over members of minus the ELBO per datum, a scalar.
 
         That of member e is -(sum_n weights[e, n] E log p(y_n | f_n) - KL_e) / num_data[e], where a
-        weight says how often a row counts in the whole data set.
-
-        Args:
-            x: inputs, `(N, D)`.
-            y: targets, `(N, C)`, or labels `(N,)`.
-            weights: `(E, N)`, or `(N,)` for all members alike; 0 leaves a row out.
-            num_data: the total weight of each member's rows, `(E,)`, or of all rows, `()`.
+        weight says how often a row counts in the whole data set; 0 leaves it out. Inputs are
+        `(N, D)`, targets `(N, C)` or labels `(N,)`, weights `(E, N)`, or `(N,)` for all members
+        alike, and `num_data` is the total weight of each member's rows, `(E,)`, or of all, `()`.
         """
         rows = self.expected_log_prob(y, self.moments(x, training=True))
         per_member = (rows * weights).sum(-1) - self.kl()
@@ -273,26 +248,24 @@ class Ensemble(Stack):
             return self.model.likelihood
         return self.model.likelihood.with_noise(log_scale.reshape(len(self), 1, -1))
 
-    def _check(self) -> None:
-        model = self.model
-        is_standard = (
-            isinstance(model.scaling, Standardize)
-            and model.embedding is not None
-            and model.layer.activation.has_local_route
-            and not model.layer.linear_term
-            and all(model.normal_prior(name) == (0.0, 1.0) for name in model.site_shapes)
-            and isinstance(self.guide, MeanFieldGuide)
+
+def _linear_layers(model: DAK, guide: nn.Module) -> list[tuple[str, bool]]:
+    """The names of a member's linear layers, each with whether a ReLU follows; or an error."""
+    is_standard = (
+        isinstance(model.scaling, Standardize)
+        and model.embedding is not None
+        and model.layer.activation.has_local_route
+        and not model.layer.linear_term
+        and all(model.normal_prior(name) == (0.0, 1.0) for name in model.site_shapes)
+        and isinstance(guide, MeanFieldGuide)
+    )
+    if not is_standard:
+        raise NotImplementedError(
+            "An ensemble in one pass needs an embedding, standardised units, a Laplace kernel, "
+            "standard normal priors and a MeanFieldGuide. Train other members one by one."
         )
-        if not is_standard:
-            raise NotImplementedError(
-                "An ensemble in one pass needs an embedding, standardised units, a Laplace kernel, "
-                "standard normal priors and a MeanFieldGuide. Train other members one by one."
-            )
-
-
-def _linear_layers(network: nn.Module) -> list[tuple[str, bool]]:
-    """Names of the linear layers, each with whether a ReLU follows."""
     layers: list[tuple[str, bool]] = []
+    network = model.feature_extractor
     children = network.named_children() if isinstance(network, nn.Sequential) else [("", network)]
     for name, child in children:
         if isinstance(child, nn.Linear) and child.bias is not None:

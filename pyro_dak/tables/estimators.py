@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,22 +12,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.model.likelihoods import (
-    CategoricalLikelihood,
-    GaussianLikelihood,
-    HeteroscedasticLikelihood,
-    Likelihood,
-)
+from pyro_dak.model import likelihoods
 from pyro_dak.tables.base import Parameters, TableEstimator, scales
 from pyro_dak.tables.ensemble import Ensemble
-from pyro_dak.tables.predictive import (
-    Array,
-    ClassMixture,
-    StudentPrediction,
-    covering_scale,
-    fit_student,
-    mixture_factor,
-)
+from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, calibrate
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
@@ -79,10 +67,11 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
     """
 
     _shares_held_out_rows = True
+    _uncalibrated: ClassVar = {"calibration_": 1.0, "tail_df_": math.inf, "mixture_factor_": 1.0}
 
-    def _likelihood(self) -> tuple[Likelihood, int]:
-        kind = HeteroscedasticLikelihood if self.heteroscedastic else GaussianLikelihood
-        return kind(0.5), len(self.y_mean_)
+    def _likelihood(self) -> tuple[likelihoods.Likelihood, int]:
+        kinds = likelihoods.GaussianLikelihood, likelihoods.HeteroscedasticLikelihood
+        return kinds[self.heteroscedastic](0.5), len(self.y_mean_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -119,25 +108,10 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         return 0.5 * ((factor * var).log() + residuals / factor).sum(-1)
 
     def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """Choose the scale and tails under which residuals of held-out rows are most probable.
-
-        The scale of a single member is raised, if necessary, until its 95 % intervals cover 95 % of
-        these rows. The scale of several members is lowered, because their mean has smaller errors.
-        """
-        mean, var = (part.double().cpu().numpy() for part in _normal(ensemble, moments))
-        targets = y.double().cpu().numpy()
-        residuals = (targets - mean) / np.sqrt(var)
-        self.calibration_, self.tail_df_ = fit_student(residuals)
-        if self.ensemble_size == 1:
-            covering = covering_scale(residuals, self.tail_df_)
-            self.calibration_ = max(self.calibration_, covering)
-        overlap = targets.shape[1] // 2
-        self.mixture_factor_ = mixture_factor(
-            targets, mean, self.calibration_ * var, overlap, self.tail_df_, self.ensemble_size
-        )
-
-    def _reset_calibration(self) -> None:
-        self.calibration_, self.tail_df_, self.mixture_factor_ = 1.0, math.inf, 1.0
+        parts = (y, *_normal(ensemble, moments))
+        targets, mean, var = (part.double().cpu().numpy() for part in parts)
+        found = calibrate(targets, mean, var, self.ensemble_size)
+        self.calibration_, self.tail_df_, self.mixture_factor_ = found
 
     def predict_dist(self, X: Any) -> StudentPrediction:
         """The predictive distribution of y for each row: mean, variance, intervals, densities."""
@@ -186,14 +160,12 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         calibration_: the temperature of the probabilities, found on held-out rows.
     """
 
+    _uncalibrated: ClassVar = {"calibration_": 1.0}
+
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Any:
         """Make one pass over more rows, after `fit` or without it.
 
-        Args:
-            X: `(N, D)`.
-            y: the labels.
-            classes: all labels that will ever occur; the first call needs them, as in scikit-learn.
-            sample_weight: how often each row counts.
+        The first call needs all `classes` that will ever occur, as in scikit-learn.
         """
         if classes is None and not hasattr(self, "ensemble_"):
             raise ValueError("`classes` must be passed on the first call to partial_fit.")
@@ -216,8 +188,8 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
             raise ValueError(f"`y` has labels that are not among the classes: {unknown}.")
         return torch.from_numpy(labels)
 
-    def _likelihood(self) -> tuple[Likelihood, int]:
-        return CategoricalLikelihood(), len(self.classes_)
+    def _likelihood(self) -> tuple[likelihoods.Likelihood, int]:
+        return likelihoods.CategoricalLikelihood(), len(self.classes_)
 
     def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
         """Brier score of each row."""
@@ -232,9 +204,6 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
             -_log_probs(moments, t)[0].gather(-1, y.unsqueeze(-1)).mean() for t in temperatures
         ]
         self.calibration_ = temperatures[int(torch.stack(losses).argmin())]
-
-    def _reset_calibration(self) -> None:
-        self.calibration_ = 1.0
 
     def predict_dist(self, X: Any) -> ClassMixture:
         """Class probabilities of each row, with their entropy and mutual information."""
@@ -259,4 +228,4 @@ def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Te
     """For each member: log of the mean of softmax(f / temperature) over draws, and mean entropy."""
     generator = torch.Generator(moments.mean.device).manual_seed(0)
     draws = sample_marginals(moments, _NUM_DRAWS, generator) / temperature
-    return CategoricalLikelihood().class_probabilities(moments, draws)
+    return likelihoods.CategoricalLikelihood().class_probabilities(moments, draws)

@@ -1,15 +1,13 @@
 """Tables as files: CSV and Parquet, read with clear errors and written completely or not at all."""
 
 import io
-import os
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["TableError", "check_writable", "read_table", "replacing", "write_table"]
+from pyro_dak.training.files import write_whole
+
+__all__ = ["TableError", "check_writable", "read_table", "write_table"]
 
 _PARQUET = (".parquet", ".pq")
 
@@ -18,14 +16,11 @@ class TableError(ValueError):
     """A table cannot be used. The message says which part of it is wrong and what to do."""
 
 
-def read_table(path: str | Path, delimiter: str | None = None) -> pd.DataFrame:
+def read_table(path: Path, delimiter: str | None = None) -> pd.DataFrame:
     """The table in a CSV file, or in a Parquet file whose name ends in .parquet or .pq.
 
-    Args:
-        path: the file.
-        delimiter: the character between the columns of a CSV file; by default a comma.
+    `delimiter` stands between the columns of a CSV file; by default it is a comma.
     """
-    path = Path(path)
     if path.is_dir():
         raise TableError(f"{path}: is a directory, expected a CSV or Parquet file.")
     if not path.is_file():
@@ -82,11 +77,8 @@ def _first_line(error: Exception) -> str:
 def write_table(table: pd.DataFrame, path: Path, force: bool) -> None:
     """Write a table as CSV or Parquet. An existing file is replaced only with `force`."""
     check_writable(path, force)
-    with replacing(path) as temporary:
-        if path.suffix.lower() in _PARQUET:
-            table.to_parquet(temporary, index=False)
-        else:
-            table.to_csv(temporary, index=False)
+    write = table.to_parquet if path.suffix.lower() in _PARQUET else table.to_csv
+    write_whole(path, lambda temporary: write(temporary, index=False))
 
 
 def check_writable(path: Path, force: bool) -> None:
@@ -97,17 +89,3 @@ def check_writable(path: Path, force: bool) -> None:
         raise TableError(f"{path}: exists; pass --force to replace it.")
     if not path.parent.is_dir():
         raise TableError(f"{path}: its directory does not exist.")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place at the end, unless an error comes first.
-
-    A reader of `path` thus sees the old file or the complete new one.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -12,35 +12,18 @@ from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.training.checkpoint import (
     CheckpointError,
-    describe,
-    is_ours,
+    check_replaceable,
     read_directory,
     write_directory,
 )
-from pyro_dak.training.describe import build_guide, build_model
+from pyro_dak.training.describe import describe, rebuild
 from pyro_dak.training.plan import History
 
-__all__ = ["check_path", "read_estimator", "write_estimator"]
+__all__ = ["read_estimator", "write_estimator"]
 
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
-_VALUES = (
-    "calibration_",
-    "tail_df_",
-    "mixture_factor_",
-    "is_multi_output_",
-    "n_features_in_",
-    "num_rows_seen_",
-)
-
-
-def check_path(path: Path, overwrite: bool, option: str = "overwrite=True") -> None:
-    """Raise unless a model may be written to `path`; `option` allows a user to replace one."""
-    if path.exists():
-        if not overwrite:
-            raise FileExistsError(f"`{path}` exists; pass {option} to replace it.")
-        if not is_ours(path):
-            raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
+_VALUES = "calibration_ tail_df_ mixture_factor_ is_multi_output_ n_features_in_ num_rows_seen_"
 
 
 def write_estimator(
@@ -48,12 +31,10 @@ def write_estimator(
 ) -> Path:
     """Write a fitted estimator to the directory `path`; `extra` is stored with it, as JSON."""
     path = Path(path)
-    check_path(path, overwrite)
+    check_replaceable(path, overwrite)
     state = vars(estimator)
-    tensors = {f"ensemble.{n}": t.detach().cpu() for n, t in estimator.ensemble_.tensors.items()}
-    for name in _ARRAYS:
-        if name in state:
-            tensors[name] = torch.from_numpy(np.ascontiguousarray(state[name], dtype=np.float64))
+    tensors = {f"ensemble.{name}": t for name, t in estimator.ensemble_.tensors.items()}
+    tensors |= {name: torch.tensor(state[name]) for name in _ARRAYS if name in state}
     parameters = estimator.get_params()
     if not isinstance(parameters["random_state"], int | None):
         parameters["random_state"] = None  # its state cannot be stored as JSON
@@ -63,7 +44,7 @@ def write_estimator(
         "estimator": {
             "name": type(estimator).__name__,
             "parameters": parameters,
-            "values": {name: state[name] for name in _VALUES if name in state},
+            "values": {name: state[name] for name in _VALUES.split() if name in state},
             "feature_names": _labels(state.get("feature_names_in_")),
             "classes": _labels(state.get("classes_")),
             "architecture": describe(estimator.ensemble_.model, estimator.ensemble_.guide),
@@ -72,22 +53,14 @@ def write_estimator(
         },
         "extra": extra,
     }
-    write_directory(path, config, {name: t.contiguous() for name, t in tensors.items()})
+    write_directory(path, config, tensors)
     return path
 
 
 def read_estimator(
     path: str | os.PathLike[str], classes: Mapping[str, type]
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A fitted estimator and the `extra` that was stored with it.
-
-    Args:
-        path: the directory.
-        classes: the classes of estimators that may be built, by name.
-
-    Raises:
-        CheckpointError: the message names the file and says what is wrong with it.
-    """
+    """A fitted estimator of one of these classes, and the `extra` that was stored with it."""
     path = Path(path)
     config, tensors, _ = read_directory(path)
     content = config.get("estimator")
@@ -99,7 +72,8 @@ def read_estimator(
         parameters = dict(content["parameters"])
         parameters["hidden_layer_sizes"] = tuple(parameters["hidden_layer_sizes"])
         estimator = classes[content["name"]](**parameters)
-        state = {name: content["values"][name] for name in _VALUES if name in content["values"]}
+        stored = content["values"]
+        state = {name: stored[name] for name in _VALUES.split() if name in stored}
         if "tail_df_" in state:
             state.setdefault("mixture_factor_", 1.0)  # older files do not have it
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
@@ -116,18 +90,11 @@ def read_estimator(
 
 def _ensemble(architecture: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Ensemble:
     """The ensemble with the stored architecture and the stored weights."""
-    with torch.random.fork_rng(devices=[]):
-        model = build_model(architecture["model"])
-        guide = build_guide(architecture["guide"], model, None)
-    model.input_shape = tuple(architecture["input_shape"])
+    model, guide = rebuild(architecture)
     if not isinstance(guide, MeanFieldGuide):
         raise ValueError("the guide is not a MeanFieldGuide.")
     ensemble = Ensemble([(model, guide)])
-    stored = {
-        name.removeprefix("ensemble."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("ensemble.")
-    }
+    stored = {n.removeprefix("ensemble."): t for n, t in tensors.items() if n not in _ARRAYS}
     shapes, wanted = ({n: t.shape[1:] for n, t in s.items()} for s in (stored, ensemble.tensors))
     if shapes != wanted:
         raise ValueError("the weights do not fit the architecture.")

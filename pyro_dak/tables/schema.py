@@ -72,14 +72,10 @@ def learn_schema(
     drop: Sequence[str] = (),
     categorical: Sequence[str] = (),
 ) -> Schema:
-    """The schema of a training table.
+    """The schema of a training table without the columns to `drop`.
 
-    Args:
-        table: the table.
-        target: the name of the target.
-        task: what to learn; by default it is found from the target.
-        drop: columns to leave out.
-        categorical: columns to read as categories, even if they look like numbers.
+    The task is found from the target, unless it is given. Columns named in `categorical` are read
+    as categories, even if they look like numbers.
     """
     for name in (target, *drop, *categorical):
         if name not in table.columns:
@@ -93,7 +89,13 @@ def learn_schema(
         if column.isna().all():
             raise TableError(f"column `{name}` is empty; leave it out with --drop {name!r}.")
         if name in categorical or not _looks_numeric(column, name):
-            categories[name] = _categories(column, name)
+            categories[name] = sorted(_texts(column).unique())
+            if len(categories[name]) > _MAX_CATEGORIES:
+                raise TableError(
+                    f"column `{name}` has {len(categories[name])} different texts, more than "
+                    f"{_MAX_CATEGORIES}: it looks like names, not categories. Leave it out with "
+                    f"--drop {name!r}."
+                )
             continue
         numbers = _numbers(column, name)
         medians[name] = float(np.nanmedian(numbers))
@@ -104,8 +106,8 @@ def learn_schema(
 
 def _find_task(column: pd.Series) -> Task:
     """Classification for text, booleans and few different whole numbers; else regression."""
-    numbers = pd.to_numeric(column, errors="coerce")
-    if pd.api.types.is_bool_dtype(column) or (numbers.isna() & column.notna()).any():
+    numbers, is_text = _parsed(column)
+    if pd.api.types.is_bool_dtype(column) or is_text.any():
         return "classification"
     values = numbers.dropna().unique()
     is_whole = np.isfinite(values).all() and (values == np.round(values)).all()
@@ -125,8 +127,8 @@ def targets(table: pd.DataFrame, schema: Schema) -> Array:
         )
     if schema.task == "regression":
         return _numbers(column, name)
-    numbers = pd.to_numeric(column, errors="coerce")
-    if not pd.api.types.is_bool_dtype(column) and numbers.notna().all():
+    numbers, is_text = _parsed(column)
+    if not pd.api.types.is_bool_dtype(column) and not is_text.any():
         if (numbers == np.round(numbers)).all():
             return numbers.to_numpy().astype(np.int64)
     return column.astype(str).to_numpy(dtype=object)
@@ -137,13 +139,8 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
 
     First come the numeric columns, with the median in place of missing values; then an indicator of
     missing values for each column that had some in training; then a column of zeros and ones for
-    each category of each text column.
-
-    Args:
-        table: the table.
-        schema: what was learned about its columns.
-        ignore_unknown: whether a category that was not seen in training is encoded as zeros; else
-            it is an error.
+    each category of each text column. A category that was not seen in training is an error, or with
+    `ignore_unknown` all zeros.
     """
     lacking = [name for name in schema.columns if name not in table.columns]
     if lacking:
@@ -179,7 +176,7 @@ def _looks_numeric(column: pd.Series, name: str) -> bool:
         )
     if isinstance(column.dtype, pd.CategoricalDtype):
         return False
-    is_text = pd.to_numeric(column, errors="coerce").isna() & column.notna()
+    _, is_text = _parsed(column)
     if is_text.any() and not is_text[column.notna()].all():
         raise TableError(
             f"column `{name}` mixes numbers and text, first {str(column[is_text].iloc[0])!r} in "
@@ -190,8 +187,7 @@ def _looks_numeric(column: pd.Series, name: str) -> bool:
 
 def _numbers(column: pd.Series, name: str) -> Array:
     """A column as float64, NaN where values are missing. Text and infinity are errors."""
-    numbers = pd.to_numeric(column, errors="coerce")
-    is_text = numbers.isna() & column.notna()
+    numbers, is_text = _parsed(column)
     if is_text.any():
         raise TableError(
             f"column `{name}` must hold numbers; got {str(column[is_text].iloc[0])!r} in row "
@@ -207,19 +203,15 @@ def _numbers(column: pd.Series, name: str) -> Array:
     return values
 
 
+def _parsed(column: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """A column as numbers, NaN where it has none, and whether a value is text."""
+    numbers = pd.to_numeric(column, errors="coerce")
+    return numbers, numbers.isna() & column.notna()
+
+
 def _texts(column: pd.Series) -> pd.Series:
     """A column as text, with a text of its own for missing values."""
     return column.astype(object).where(column.notna(), _MISSING).map(str)
-
-
-def _categories(column: pd.Series, name: str) -> list[str]:
-    known = sorted(_texts(column).unique())
-    if len(known) > _MAX_CATEGORIES:
-        raise TableError(
-            f"column `{name}` has {len(known)} different texts, more than {_MAX_CATEGORIES}: it "
-            f"looks like names, not categories. Leave it out with --drop {name!r}."
-        )
-    return known
 
 
 def _first(is_row: pd.Series) -> int:

@@ -25,13 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pyro_dak.model.dak import DAK
-from pyro_dak.training.describe import (
-    build_guide,
-    build_model,
-    describe_guide,
-    describe_model,
-    set_up_guide,
-)
+from pyro_dak.training.describe import describe, rebuild
 from pyro_dak.training.files import write_whole
 
 __all__ = [
@@ -39,9 +33,6 @@ __all__ = [
     "Checkpoints",
     "Loaded",
     "check_replaceable",
-    "cpu_copies",
-    "describe",
-    "is_ours",
     "load",
     "load_module_tensors",
     "module_tensors",
@@ -97,11 +88,8 @@ class Checkpoints:
     @staticmethod
     def found(directory: Path) -> list[Path]:
         """The checkpoints in a directory, oldest first; other things in it do not count."""
-        return sorted(
-            path
-            for path in directory.glob("step-*")
-            if _NAME.fullmatch(path.name) and is_ours(path)
-        )
+        named = sorted(p for p in directory.glob("step-*") if _NAME.fullmatch(p.name))
+        return [path for path in named if _is_ours(path)]
 
     def prune(self) -> None:
         """Remove all but the last checkpoints, and what an interrupted write has left behind."""
@@ -117,13 +105,8 @@ def save(
 ) -> Path:
     """Write model and guide to the directory `path`, and return that path.
 
-    Args:
-        model: the model. Its extractor is stored as an architecture if it is made of the usual
-            layers, and otherwise as weights only.
-        guide: any guide.
-        path: a new directory. An existing one is replaced only with `overwrite`, and only if it
-            was written by this function.
-        overwrite: whether an existing model may be replaced.
+    An extractor made of the usual layers is stored as an architecture, and any other one as weights
+    only. An existing directory is replaced only with `overwrite`, and only if it is a saved model.
     """
     path = Path(path)
     check_replaceable(path, overwrite)
@@ -131,12 +114,12 @@ def save(
     return path
 
 
-def check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raise unless a model may be written to `path`."""
+def check_replaceable(path: Path, overwrite: bool, option: str = "overwrite=True") -> None:
+    """Raise unless a model may be written to `path`; `option` allows a user to replace one."""
     if path.exists():
         if not overwrite:
-            raise FileExistsError(f"`{path}` exists; pass overwrite=True to replace it.")
-        if not is_ours(path):
+            raise FileExistsError(f"`{path}` exists; pass {option} to replace it.")
+        if not _is_ours(path):
             raise FileExistsError(f"`{path}` is not a saved model; it is left as it is.")
 
 
@@ -162,26 +145,14 @@ def load(
     if config.get("model") is None:
         raise CheckpointError(f"{path / _CONFIG}: describes no model that could be built.")
     try:
-        dtype = _dtype(config["dtype"])
-        shape = config["input_shape"]
-        example = None if shape is None else torch.zeros(2, *shape, dtype=dtype)
-        with torch.random.fork_rng(devices=[]):
-            model = build_model(config["model"], feature_extractor).to(dtype).eval()
-            model.input_shape = None if shape is None else tuple(shape)
-            if guide is None:
-                made = build_guide(config["guide"], model, example)
-            else:
-                made = guide(model)
-                if example is not None:
-                    set_up_guide(made, model, example)
-        made.to(dtype)
+        model, made = rebuild(config, feature_extractor, guide)
         load_module_tensors(model, made, tensors)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path / _CONFIG}: {error}") from error
-    return Loaded(model.to(device).eval(), made.to(device).eval())
+    return Loaded(model.to(device), made.to(device))
 
 
-def is_ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Whether a directory was written here: it holds our files and no others."""
     if not path.is_dir() or {p.name for p in path.iterdir()} - {_CONFIG, _MODEL, _TRAINER, _SUMS}:
         return False
@@ -192,22 +163,12 @@ def is_ours(path: Path) -> bool:
     return isinstance(config, dict) and config.get("format") == "pyro_dak"
 
 
-def describe(model: DAK, guide: nn.Module) -> dict[str, Any]:
-    """What `load` needs to know of a model and its guide."""
-    return {
-        "model": describe_model(model),
-        "guide": describe_guide(guide),
-        "dtype": str(model.layer.log_unit_scale.dtype).removeprefix("torch."),
-        "input_shape": model.input_shape,
-    }
-
-
 def module_tensors(model: nn.Module, guide: nn.Module) -> dict[str, Tensor]:
     """The state of both, with the prefixes "model." and "guide.", as contiguous CPU copies."""
-    return cpu_copies(nn.ModuleDict({"model": model, "guide": guide}).state_dict())
+    return _cpu_copies(nn.ModuleDict({"model": model, "guide": guide}).state_dict())
 
 
-def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous copies on the CPU, as safetensors wants them."""
     return {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
 
@@ -227,11 +188,11 @@ def write_directory(
     header = {"format": "pyro_dak", "format_version": FORMAT_VERSION}
     files = {
         _CONFIG: json.dumps(header | dict(config), indent=1, allow_nan=True).encode(),
-        _MODEL: safetensors.torch.save(dict(tensors)),
+        _MODEL: safetensors.torch.save(_cpu_copies(tensors)),
     }
     if trainer is not None:
-        files[_TRAINER] = safetensors.torch.save(dict(trainer))
-    sums = [f"{_sha256(data)}  {name}\n" for name, data in files.items()]
+        files[_TRAINER] = safetensors.torch.save(_cpu_copies(trainer))
+    sums = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     files[_SUMS] = "".join(sums).encode()
 
     def write(temporary: Path) -> None:
@@ -247,15 +208,14 @@ def read_directory(path: Path) -> Contents:
     """Read and verify a checkpoint directory; raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory.")
-    config, sums = _load_config(path)
+    config, sums = _read_config(path / _CONFIG)
     tensors = _read_tensors(path / _MODEL, sums.get(_MODEL))
     trainer = _read_tensors(path / _TRAINER, sums[_TRAINER]) if _TRAINER in sums else None
     return Contents(config, tensors, trainer)
 
 
-def _load_config(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The configuration, verified, and the checksums of the other files by name."""
-    path = directory / _CONFIG
+def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration, verified, and the checksums of all files by name."""
     data = _read_file(path)
     try:
         config = json.loads(data.decode())
@@ -271,22 +231,17 @@ def _load_config(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path}: has format version {version}, this library reads up to {FORMAT_VERSION}. "
             "Install a newer pyro_dak."
         )
-    if version == 1:
-        return config, _verify_version_1(path, config)
-    lines = _read_file(directory / _SUMS).decode(errors="replace").splitlines()
-    sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    if version == 1:  # the checksum of the configuration covers all its other entries
+        checksum, sums = config.pop("checksum", None), config.get("sha256")
+        if not isinstance(sums, dict):
+            raise CheckpointError(f"{path}: lists no checksum of {_MODEL}.")
+        data = json.dumps(config, sort_keys=True, allow_nan=True).encode()
+        sums = {_CONFIG: checksum, **sums}
+    else:
+        lines = _read_file(path.with_name(_SUMS)).decode(errors="replace").splitlines()
+        sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
     _verify(path, data, sums.get(_CONFIG))
     return config, sums
-
-
-def _verify_version_1(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The checksums in a configuration of version 1, whose own one covers all its other entries."""
-    checksum = config.pop("checksum", None)
-    _verify(path, json.dumps(config, sort_keys=True, allow_nan=True).encode(), checksum)
-    sums = config.get("sha256")
-    if not isinstance(sums, dict):
-        raise CheckpointError(f"{path}: lists no checksum of {_MODEL}.")
-    return sums
 
 
 def _read_tensors(path: Path, checksum: object) -> dict[str, Tensor]:
@@ -299,15 +254,11 @@ def _read_tensors(path: Path, checksum: object) -> dict[str, Tensor]:
 
 
 def _verify(path: Path, data: bytes, checksum: object) -> None:
-    if _sha256(data) != checksum:
+    if hashlib.sha256(data).hexdigest() != checksum:
         raise CheckpointError(
             f"{path}: does not match its checksum ({len(data)} bytes read); it is truncated, "
             "altered or from another model."
         )
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _read_file(path: Path) -> bytes:
@@ -315,10 +266,3 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-
-
-def _dtype(name: object) -> torch.dtype:
-    known = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(known)}")
-    return known[name]

@@ -1,26 +1,18 @@
 """Batches for training: tensors on the device cut by index, or whatever a loader yields."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
 from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_finite, check_floating, check_integer
 
-__all__ = [
-    "Data",
-    "LoaderData",
-    "ResidentData",
-    "check_data",
-    "extract_features",
-    "hold_out",
-    "is_pair",
-    "training_data",
-]
+__all__ = ["Data", "LoaderData", "ResidentData", "hold_out", "is_pair", "training_data"]
 
 # Inputs, targets, and how many rows of the data set each row stands for: a number for all rows, or
 # a tensor `(N,)` or `(E, N)`.
@@ -34,7 +26,7 @@ def is_pair(data: Any) -> bool:
     return not any(isinstance(part, tuple | list) and len(part) == 2 for part in data)
 
 
-def check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Tensor, Tensor]:
+def _check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Tensor, Tensor]:
     """x and y as tensors that fit the model, or an error that says what does not fit."""
     check_floating(f"{name} x", x)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -62,20 +54,12 @@ class ResidentData:
     """Tensors on the device, cut into batches by index: every row comes once per epoch.
 
     The rows of an epoch are split into ceil(N / batch_size) batches of nearly equal size, so that
-    there is no small last batch. Each process takes every `world_size`-th row of each batch.
-
-    Args:
-        x: inputs, `(N, ...)`.
-        y: targets, N rows.
-        batch_size: rows per batch, over all processes.
-        rank: the number of this process.
-        world_size: the number of processes.
-        weights: how often each row counts, `(N,)`, or `(E, N)` for E members; by default once.
+    there is no small last batch. Each process takes every `world_size`-th row of each batch. A row
+    counts as often as its weight says, `(N,)`, or `(E, N)` for E members; by default once.
 
     Attributes:
         num_rows: N.
         num_data: what the rows count in all, which the loss divides by: N, or the sum of weights.
-        batches_per_epoch: the number of batches in an epoch.
     """
 
     def __init__(
@@ -113,13 +97,8 @@ class ResidentData:
 class LoaderData:
     """The batches of a `DataLoader` or any iterable of (x, y), which does its own shuffling.
 
-    Args:
-        loader: the iterable.
-        num_data: rows in all; by default `len(loader.dataset)`.
-        model: the model, which checks each batch.
-        device: the device that batches go to.
-        rank: the number of this process.
-        world_size: the number of processes. Each takes every `world_size`-th row of each batch.
+    There are `num_data` rows in all, by default `len(loader.dataset)`. Each batch is checked, and
+    goes to the device. Each process takes every `world_size`-th row of it.
     """
 
     def __init__(
@@ -145,8 +124,7 @@ class LoaderData:
                 ) from None
         check_integer("num_data", num_data, minimum=1)
         self.loader, self.model, self.device = loader, model, device
-        self.num_rows = num_data
-        self.num_data: int | Tensor = num_data
+        self.num_rows = self.num_data = num_data
         try:
             self.batches_per_epoch: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:
@@ -161,41 +139,33 @@ class LoaderData:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
             batches = iter(self.loader)
-            batch = next(batches, None)  # a sampler draws its order here
-        number = 0
-        while batch is not None:
-            if number >= start:
-                x, y = check_data(self.model, batch[0], batch[1], "batch")
-                if len(x) < self.world_size:
-                    raise ValueError(
-                        f"every batch needs a row for each of the {self.world_size} processes; got "
-                        f"{len(x)}. Use drop_last=True or another batch size."
-                    )
-                scale = self.num_rows * self.world_size / len(x)
-                own = slice(self.rank, None, self.world_size)
-                yield x[own].to(self.device), y[own].to(self.device), scale
-            number += 1
-            batch = next(batches, None)
-        if number == 0:
+            first = next(batches, None)  # a sampler draws its order here
+        if first is None:
             raise ValueError("`data` yields no batch.")
+        own = slice(self.rank, None, self.world_size)
+        for batch in islice(chain([first], batches), start, None):
+            x, y = _check_data(self.model, batch[0], batch[1], "batch")
+            if len(x) < self.world_size:
+                raise ValueError(
+                    f"every batch needs a row for each of the {self.world_size} processes; got "
+                    f"{len(x)}. Use drop_last=True or another batch size."
+                )
+            scale = self.num_rows * self.world_size / len(x)
+            yield x[own].to(self.device), y[own].to(self.device), scale
 
 
 Data = ResidentData | LoaderData
 
 
 def training_data(model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any) -> Data:
-    """`ResidentData` for a pair of tensors, `LoaderData` for anything else that can be iterated.
-
-    Fixed features are computed here, and are resident.
-    """
+    """`ResidentData` for tensors and for fixed features, `LoaderData` for any other iterable."""
     device, share = fabric.device, (fabric.global_rank, fabric.world_size)
     if plan.fixed_features:
-        features, y = extract_features(model.feature_extractor, _all_rows(model, data), device)
-        return ResidentData(features, y, plan.batch_size, *share)
+        return ResidentData(*_features(model, data, device), plan.batch_size, *share)
     if is_pair(data):
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
-        x, y = check_data(model, *data)
+        x, y = _check_data(model, *data)
         return ResidentData(x.to(device), y.to(device), plan.batch_size, *share)
     if not isinstance(data, Iterable):
         raise TypeError(
@@ -205,24 +175,14 @@ def training_data(model: DAK, data: Any, plan: Plan, num_data: int | None, fabri
     return LoaderData(data, num_data, model, device, *share)
 
 
-def _all_rows(model: DAK, data: Any, chunk_size: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every row once, checked, in batches."""
-    if is_pair(data):
-        x, y = check_data(model, *data)
-        yield from zip(x.split(chunk_size), y.split(chunk_size), strict=True)
-    else:
-        for x, y in data:
-            yield check_data(model, x, y, "batch")
-
-
-def extract_features(
-    network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _features(model: DAK, data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """The features and targets of all rows; the network runs in eval mode, once per row."""
     features, targets = [], []
-    with evaluating(network):
-        for x, y in batches:
-            features.append(network(x.to(device)))
+    name, batches = ("data", [data]) if is_pair(data) else ("batch", data)
+    with evaluating(model.feature_extractor):
+        for batch in batches:
+            x, y = _check_data(model, batch[0], batch[1], name)
+            features += [model.feature_extractor(part.to(device)) for part in x.split(1024)]
             targets.append(y.to(device))
     return torch.cat(features), torch.cat(targets)
 
@@ -241,7 +201,7 @@ def hold_out(
             raise ValueError(f"`validation` must be a share between 0 and 1; got {validation}.")
         if not is_pair(data):
             raise ValueError("`validation` as a share needs tensors; give a pair (x, y) instead.")
-        x, y = check_data(model, *data)
+        x, y = _check_data(model, *data)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
         num_held_out = max(1, round(validation * len(x)))
         if num_held_out >= len(x):
@@ -253,7 +213,7 @@ def hold_out(
             "`validation` must be a pair (x, y) or a share of the rows between 0 and 1; "
             f"got {type(validation).__name__}."
         )
-    x, y = check_data(model, validation[0], validation[1], "validation")
+    x, y = _check_data(model, validation[0], validation[1], "validation")
     if len(x) < fabric.world_size:
         raise ValueError(f"`validation` needs a row for each of {fabric.world_size} processes.")
     return data, (x.to(fabric.device), y.to(fabric.device))

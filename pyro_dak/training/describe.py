@@ -6,8 +6,9 @@ arguments: reading one runs no code of its author.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
 import pyro.infer.autoguide as autoguide
@@ -15,111 +16,97 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.additive import kernels
-from pyro_dak.additive.scaling import SCALINGS, MinMax, Standardize
+from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, local_parameters
 
-__all__ = [
-    "build_guide",
-    "build_model",
-    "build_network",
-    "describe_guide",
-    "describe_model",
-    "describe_network",
-    "differences",
-    "set_up_guide",
-]
+__all__ = ["describe", "differences", "rebuild", "set_up_guide"]
 
 Description = dict[str, Any]
 
 
-def _by_name(*classes: type) -> dict[str, Any]:
-    return {c.__name__: c for c in classes}
+def _classes(module: ModuleType, names: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names.split()}
 
 
-_KERNELS = _by_name(kernels.LaplaceKernel, kernels.MaternKernel, kernels.RBFKernel)
-_PRIORS = _by_name(
-    priors.GammaScalePrior,
-    priors.HorseshoePrior,
-    priors.LaplacePrior,
-    priors.NormalPrior,
-    priors.StudentTPrior,
+_KERNELS = _classes(kernels, "LaplaceKernel MaternKernel RBFKernel")
+_PRIORS = _classes(priors, "GammaScalePrior HorseshoePrior LaplacePrior NormalPrior StudentTPrior")
+_LIKELIHOODS = _classes(
+    likelihoods,
+    "BernoulliLikelihood CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood "
+    "PoissonLikelihood StudentTLikelihood",
 )
-_LIKELIHOODS = _by_name(
-    likelihoods.BernoulliLikelihood,
-    likelihoods.CategoricalLikelihood,
-    likelihoods.GaussianLikelihood,
-    likelihoods.HeteroscedasticLikelihood,
-    likelihoods.PoissonLikelihood,
-    likelihoods.StudentTLikelihood,
+_GUIDES = _classes(guides, "FullRankGuide LowRankGuide MeanFieldGuide UnitBlockGuide") | _classes(
+    autoguide,
+    "AutoDelta AutoDiagonalNormal AutoLowRankMultivariateNormal AutoMultivariateNormal AutoNormal",
 )
-_GUIDES = _by_name(
-    guides.FullRankGuide,
-    guides.LowRankGuide,
-    guides.MeanFieldGuide,
-    guides.UnitBlockGuide,
-)
-_AUTOGUIDES = _by_name(
-    autoguide.AutoDelta,
-    autoguide.AutoDiagonalNormal,
-    autoguide.AutoLowRankMultivariateNormal,
-    autoguide.AutoMultivariateNormal,
-    autoguide.AutoNormal,
-)
+_SCALING_OPTIONS = ("momentum", "num_std", "eps")
+# Parts of a description that are None where they cannot be described.
+_PARTS = ("model", "guide", "model.feature_extractor", "guide.name")
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 # Layers of networks that can be described, with the names of the arguments that make them.
 _POOL = "kernel_size stride padding"
-_NORM = "num_features eps momentum affine track_running_stats"
 _LAYERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh), ""),
+    **dict.fromkeys((nn.Dropout, nn.Dropout2d), "p"),
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d), "num_features eps momentum affine track_running_stats"
+    ),
     nn.AdaptiveAvgPool2d: "output_size",
     nn.AvgPool2d: f"{_POOL} ceil_mode count_include_pad divisor_override",
-    nn.BatchNorm1d: _NORM,
-    nn.BatchNorm2d: _NORM,
     nn.Conv2d: f"in_channels out_channels {_POOL} dilation groups bias padding_mode",
-    nn.Dropout: "p",
-    nn.Dropout2d: "p",
     nn.ELU: "alpha",
     nn.Flatten: "start_dim end_dim",
     nn.GELU: "approximate",
-    nn.Identity: "",
     nn.LayerNorm: "normalized_shape eps elementwise_affine bias",
     nn.LeakyReLU: "negative_slope",
     nn.Linear: "in_features out_features bias",
     nn.MaxPool2d: f"{_POOL} dilation return_indices ceil_mode",
-    nn.ReLU: "",
-    nn.SiLU: "",
-    nn.Sigmoid: "",
     nn.Softplus: "beta threshold",
-    nn.Tanh: "",
 }
-_LAYERS_BY_NAME = _by_name(*_LAYERS)
+_LAYERS_BY_NAME = {cls.__name__: cls for cls in _LAYERS}
 
 
-def _plain(value: Any) -> Any:
-    """Tensors and tuples as lists; a bias as whether there is one."""
-    if isinstance(value, nn.Parameter):
-        return True
-    if isinstance(value, Tensor):
-        return value.detach().double().cpu().tolist()
-    return list(value) if isinstance(value, tuple) else value
+def describe(model: DAK, guide: nn.Module) -> Description:
+    """A model and its guide as plain data, from which `rebuild` makes others like them."""
+    return {
+        "model": _describe_model(model),
+        "guide": _describe_guide(guide),
+        "dtype": str(model.layer.log_unit_scale.dtype).removeprefix("torch."),
+        "input_shape": model.input_shape,
+    }
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def rebuild(
+    description: Description,
+    feature_extractor: nn.Module | None = None,
+    guide_fn: Callable[[DAK], nn.Module] | None = None,
+) -> tuple[DAK, nn.Module]:
+    """The model and the guide that `describe` described, with fresh weights, in eval mode.
+
+    `feature_extractor` and `guide_fn` give those that were stored as weights only.
+    """
+    dtype = _look_up("dtype", description["dtype"], _DTYPES)
+    shape = description["input_shape"]
+    with torch.random.fork_rng(devices=[]):
+        model = _build_model(description["model"], feature_extractor).to(dtype).eval()
+        model.input_shape = None if shape is None else tuple(shape)
+        guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
+        if shape is not None:
+            set_up_guide(guide, model, torch.zeros(2, *shape, dtype=dtype))
+        elif getattr(guide, "prototype_trace", 0) is None:
+            name = type(guide).__name__
+            raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
+    return model, guide.to(dtype).eval()
 
 
-def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
-    if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(sorted(known))}")
-    return known[name]  # type: ignore[index]
-
-
-def describe_network(network: nn.Module) -> Description | None:
+def _describe_network(network: nn.Module) -> Description | None:
     """A network made of listed layers as data, or None if it has any other part."""
     if type(network) is nn.Sequential:
         # Not `named_children`, which names a module that stands twice, a ReLU say, only once.
-        children = [[name, describe_network(child)] for name, child in network._modules.items()]
+        children = [[name, _describe_network(child)] for name, child in network._modules.items()]
         if any(child is None for _, child in children):
             return None
         return {"name": "Sequential", "children": children}
@@ -128,42 +115,39 @@ def describe_network(network: nn.Module) -> Description | None:
     arguments = {name: getattr(network, name) for name in _LAYERS[type(network)].split()}
     if "bias" in arguments:
         arguments["bias"] = arguments["bias"] is not None
-    return {"name": type(network).__name__} | {k: _plain(v) for k, v in arguments.items()}
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
+    return {"name": type(network).__name__} | plain
 
 
-def build_network(description: Description) -> nn.Module:
-    """The network that `describe_network` described, with fresh weights."""
+def _build_network(description: Description) -> nn.Module:
+    """The network that `_describe_network` described, with fresh weights."""
     if description["name"] == "Sequential":
-        children = ((str(name), build_network(child)) for name, child in description["children"])
+        children = ((str(name), _build_network(child)) for name, child in description["children"])
         return nn.Sequential(OrderedDict(children))
-    arguments = {key: _tuples(value) for key, value in description.items()}
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items()}
     return _build("layer", arguments, _LAYERS_BY_NAME)
 
 
-def describe_model(model: DAK) -> Description:
+def _describe_model(model: DAK) -> Description:
     """Everything that made a model, as data; the extractor is None if it cannot be described."""
-    grid = model.layer.activation.grid
-    scaling = model.scaling
-    _named("scaling", scaling, _by_name(*SCALINGS.values()))
-    names = {cls: name for name, cls in SCALINGS.items()}
-    scaling_arguments: tuple[str, ...] = {
-        Standardize: ("momentum", "num_std", "eps"),
-        MinMax: ("momentum", "eps"),
-    }.get(type(scaling), ())
+    activation, scaling = model.layer.activation, model.scaling
+    _named("scaling", scaling, {cls.__name__: cls for cls in SCALINGS.values()})
     return {
-        "feature_extractor": describe_network(model.feature_extractor),
+        "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
         "num_units": model.num_units,
         "num_outputs": model.num_outputs,
-        "level": grid.level,
-        "bounds": list(grid.bounds),
-        "kernel": _describe_dataclass("kernel", model.layer.activation.kernel, _KERNELS),
+        "level": activation.grid.level,
+        "bounds": list(activation.grid.bounds),
+        "kernel": _named("kernel", activation.kernel, _KERNELS) | asdict(activation.kernel),
         "likelihood": _describe_likelihood(model.likelihood),
-        "scaling": names[type(scaling)],
-        "scaling_options": {name: getattr(scaling, name) for name in scaling_arguments},
+        "scaling": next(name for name, cls in SCALINGS.items() if cls is type(scaling)),
+        "scaling_options": {
+            name: getattr(scaling, name) for name in _SCALING_OPTIONS if hasattr(scaling, name)
+        },
         "embedding": model.embedding is not None,
         "prior": {
-            name: _describe_dataclass(f"prior of {name}", prior, _PRIORS)
+            name: _named(f"prior of {name}", prior, _PRIORS) | asdict(prior)
             for name, prior in model.prior.items()
             if name != "global_shrinkage"
         },
@@ -171,8 +155,8 @@ def describe_model(model: DAK) -> Description:
     }
 
 
-def build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
-    """The model that `describe_model` described, with fresh weights."""
+def _build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
+    """The model of a description, with fresh weights."""
     arguments = dict(description)
     network = arguments.pop("feature_extractor")
     if feature_extractor is None:
@@ -181,13 +165,16 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
                 "the feature extractor is a class of its own and was stored as weights only; "
                 "pass one of the same architecture as `feature_extractor`"
             )
-        feature_extractor = build_network(network)
+        feature_extractor = _build_network(network)
     options = arguments.pop("scaling_options")
     for name in options:
-        _look_up("option of the scaling", name, dict.fromkeys(("momentum", "num_std", "eps")))
+        _look_up("option of the scaling", name, dict.fromkeys(_SCALING_OPTIONS))
     arguments["bounds"] = tuple(arguments["bounds"])
     arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
-    arguments["likelihood"] = _build_likelihood(arguments["likelihood"])
+    likelihood = dict(arguments["likelihood"])
+    if isinstance(likelihood.get("noise_scale"), list):
+        likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
+    arguments["likelihood"] = _build("likelihood", likelihood, _LIKELIHOODS)
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
     model = DAK(feature_extractor, **arguments)
     for name, value in options.items():
@@ -195,23 +182,16 @@ def build_model(description: Description, feature_extractor: nn.Module | None = 
     return model
 
 
-def describe_guide(guide: nn.Module) -> Description:
+def _describe_guide(guide: nn.Module) -> Description:
     """The class of a guide and its rank, if it has one; the name is None for an unknown class."""
     name = type(guide).__name__
-    if (_GUIDES | _AUTOGUIDES).get(name) is not type(guide):
+    if _GUIDES.get(name) is not type(guide):
         return {"name": None, "class": name}
     rank = getattr(guide, "rank", None)
     return {"name": name} | ({} if rank is None else {"rank": rank})
 
 
-def build_guide(description: Description, model: DAK, example: Tensor | None) -> nn.Module:
-    """The guide that `describe_guide` described, with fresh weights.
-
-    Args:
-        description: from `describe_guide`.
-        model: the model.
-        example: inputs of the right shape, from which Pyro's autoguides learn their sites.
-    """
+def _build_guide(description: Description, model: DAK) -> nn.Module:
     arguments = dict(description)
     name = arguments.pop("name")
     if name is None:
@@ -219,13 +199,7 @@ def build_guide(description: Description, model: DAK, example: Tensor | None) ->
             f"the guide is a class of its own ({arguments.get('class')}) and was stored as weights "
             "only; pass a function from the model to such a guide as `guide`"
         )
-    if name in _GUIDES:
-        return _GUIDES[name](model, **arguments)
-    guide: nn.Module = _look_up("guide", name, _AUTOGUIDES)(model, **arguments)
-    if example is None:
-        raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
-    set_up_guide(guide, model, example)
-    return guide
+    return _look_up("guide", name, _GUIDES)(model, **arguments)
 
 
 def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
@@ -233,7 +207,7 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
 
     The targets must be given: an unobserved `y` would count as one more latent site.
     """
-    if isinstance(guide, guides.GaussianGuide) or getattr(guide, "prototype_trace", 0) is not None:
+    if getattr(guide, "prototype_trace", 0) is not None:
         return
     y = model.likelihood.placeholder_targets(len(example), model.num_outputs)
     with evaluating(model), local_parameters(guide), torch.enable_grad():
@@ -261,35 +235,20 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
     elif isinstance(then, int | float) and isinstance(now, int | float):
         if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
             yield f"{name}: {then} then, {now} now"
-    elif then != now and not _is_unknown(then, now, name):
-        yield f"{name}: {then} then, {now} now"
-
-
-def _is_unknown(then: Any, now: Any, name: str) -> bool:
-    """Whether one side cannot be described, or is of another format."""
-    parts = ("model", "guide", "model.feature_extractor", "guide.name")
-    is_missing = (then is None or now is None) and name in parts
-    return is_missing or {type(then), type(now)} == {dict, list}
+    elif then != now and {type(then), type(now)} != {dict, list}:
+        if name not in _PARTS or (then is not None and now is not None):
+            yield f"{name}: {then} then, {now} now"
 
 
 def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
-    """The class of a likelihood and the arguments that make it, as data."""
     description = _named("likelihood", likelihood, _LIKELIHOODS)
     noise = getattr(likelihood, "noise", None)
     if noise is not None:
-        description["noise_scale"] = _plain(noise().detach())
+        description["noise_scale"] = noise().detach().double().cpu().tolist()
         description["learn"] = isinstance(noise.log_scale, nn.Parameter)
     if isinstance(likelihood, likelihoods.StudentTLikelihood):
         description["df"] = likelihood.df
     return description
-
-
-def _build_likelihood(description: Description) -> likelihoods.Likelihood:
-    """The likelihood that `_describe_likelihood` described."""
-    arguments = dict(description)
-    if isinstance(arguments.get("noise_scale"), list):
-        arguments["noise_scale"] = torch.tensor(arguments["noise_scale"])
-    return _build("likelihood", arguments, _LIKELIHOODS)
 
 
 def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
@@ -303,8 +262,10 @@ def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
     return {"name": name}
 
 
-def _describe_dataclass(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
-    return _named(kind, value, known) | asdict(value)
+def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ValueError(f"unknown {kind} {name!r}; known are {', '.join(sorted(known))}")
+    return known[name]  # type: ignore[index]
 
 
 def _build(kind: str, description: Description, known: Mapping[str, Any]) -> Any:

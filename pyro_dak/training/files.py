@@ -12,12 +12,8 @@ __all__ = ["write_whole"]
 def write_whole(path: Path, write_fn: Callable[[Path], object]) -> None:
     """Write a file or a directory under a temporary name, flush it, and rename it to `path`.
 
-    A reader sees the old one, the new one or none, and never half of one. If `write_fn` fails, what
-    stood at `path` is left as it was.
-
-    Args:
-        path: the file or directory, which is replaced if it exists.
-        write_fn: a function that writes a file or a directory at the path that it is given.
+    A reader sees the old one, the new one or none, and never half of one. `write_fn` writes to the
+    path that it is given. If it fails, what stood at `path` is left as it was.
     """
     unique = uuid.uuid4().hex[:8]
     temporary = path.with_name(f".{path.name}.tmp-{unique}")

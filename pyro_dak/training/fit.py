@@ -88,7 +88,6 @@ def fit(
     is that of one process, up to draws and layers that look at the whole batch, such as BatchNorm.
 
     Args:
-        model: the model.
         guide: a guide of the model's sites.
         data: a pair of tensors (x, y), kept on the device, or an iterable of batches (x, y).
         objective: an ELBO, or a name (see `build_objective`).
@@ -144,7 +143,9 @@ def fit(
         fixed_features=fixed_features,
     )
     checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, keep_last, resume_from)
-    fabric = _launch(accelerator, devices, precision, strategy)
+    fabric = _launch(
+        accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
+    )
     plan = replace(plan, seed=fabric.broadcast(_seed(seed, resume_from)))
     elbo = build_objective(objective, model, guide)
     with (
@@ -192,27 +193,21 @@ def _checkpoints(
     return Checkpoints(Path(directory), every, keep_last)
 
 
-def _launch(accelerator: str, devices: int | str | None, precision: Any, strategy: str) -> Any:
+def _launch(**options: Any) -> Any:
     """Fabric with its processes running; it finds those that `fabric run` or `torchrun` started."""
     # Imported here: it takes longer than all the rest of the package together.
     from lightning_fabric import Fabric
 
     is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
-    num_nodes = 1
-    if devices is None:
-        devices = "auto" if is_launched else 1
+    if options["devices"] is None:
+        options["devices"] = "auto" if is_launched else 1
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if not is_launched and world_size > 1:  # `torchrun`
             devices = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-            num_nodes = world_size // devices
-            strategy = "ddp" if strategy == "auto" else strategy
-    fabric = Fabric(
-        accelerator=accelerator,
-        devices=devices,
-        num_nodes=num_nodes,
-        precision=precision,
-        strategy=strategy,
-    )
+            options |= {"devices": devices, "num_nodes": world_size // devices}
+            if options["strategy"] == "auto":
+                options["strategy"] = "ddp"
+    fabric = Fabric(**options)
     if not is_launched:
         fabric.launch()
     return fabric

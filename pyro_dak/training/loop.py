@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +27,11 @@ from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     CheckpointError,
     Checkpoints,
-    cpu_copies,
-    describe,
     read_directory,
     write_directory,
 )
 from pyro_dak.training.data import Batch, Data
-from pyro_dak.training.describe import differences
+from pyro_dak.training.describe import describe, differences
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import History, Plan, TrainingError
 
@@ -50,7 +49,8 @@ _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy", "val_score")
 class Learner:
     """What the loop trains: a loss, its parameters and the tensors that are kept.
 
-    A subclass gives `forward` and `parameter_groups`. It is usually an `nn.Module` too, named first
+    A subclass gives `forward`, `parameter_groups`, and as `state_dict` all tensors that checkpoints
+    and the best epoch keep, sharing their memory. It is usually an `nn.Module` too, named first
     among the bases, whose `state_dict` and `train` serve here; with Fabric it must be one.
 
     Attributes:
@@ -79,14 +79,7 @@ class Learner:
         raise NotImplementedError
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The parameters of the network, which have weight decay, and those of the last layer.
-
-        Those that require no gradient are left alone.
-        """
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All tensors that checkpoints and the best epoch keep, by name, sharing their memory."""
+        """The parameters of the network, which have weight decay, and those of the last layer."""
         raise NotImplementedError
 
     def train(self) -> Any:
@@ -114,12 +107,8 @@ class Learner:
 class DAKLoss(nn.Module, Learner):
     """Minus the ELBO per datum of a DAK with its guide: the learner of `fit`.
 
-    Args:
-        model: the model.
-        guide: its guide.
-        objective: the bound.
-        from_features: whether x are features, and the extractor stays as it is.
-        compile: whether to compile `forward`; where that fails, it warns and goes on without.
+    With `from_features`, x are features, and the extractor stays as it is. With `compile`, the
+    forward pass is compiled; where that fails, it warns and goes on without.
     """
 
     num_terms = 3
@@ -163,11 +152,11 @@ class DAKLoss(nn.Module, Learner):
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Extractor and embedding; scales of the units, noise and guide."""
-        model, embedding = self.model, self.model.embedding
-        first = [model.feature_extractor, *([] if embedding is None else [embedding])]
-        parts = first, [model.layer, model.likelihood, self.guide]
-        network, last_layer = ([p for m in part for p in m.parameters()] for part in parts)
-        return network, last_layer
+        model, network = self.model, nn.ModuleList([self.model.feature_extractor])
+        if model.embedding is not None:
+            network.append(model.embedding)
+        last_layer = nn.ModuleList([model.layer, model.likelihood, self.guide])
+        return [*network.parameters()], [*last_layer.parameters()]
 
     def history_row(self, means: list[float], num_rows: int) -> dict[str, float]:
         loss, expected_log_lik, kl = means
@@ -191,41 +180,31 @@ class DAKLoss(nn.Module, Learner):
         own = slice(fabric.global_rank, None, fabric.world_size)
         x, y = x[own].to(self.model.layer.log_unit_scale.dtype), y[own]
         prediction = predict(self.model, self.guide, x, progress=False)
-        is_class = isinstance(prediction, ClassPrediction)
         if isinstance(prediction, ClassPrediction):
-            fit = (prediction.label == y).double()
+            name, fit = "val_accuracy", (prediction.label == y).double()
         else:
-            fit = (prediction.mean - y).double().square().mean(-1)
+            name, fit = "val_rmse", (prediction.mean - y).double().square().mean(-1)
         log_prob = prediction.log_prob(y).double()
         sums = torch.stack([log_prob.sum(), fit.sum(), torch.ones_like(fit).sum()])
         total_log_prob, total_fit, num_rows = fabric.all_reduce(sums, reduce_op="sum").tolist()
         nlpd, mean_fit = -total_log_prob / num_rows, total_fit / num_rows
-        other = {"val_accuracy": mean_fit} if is_class else {"val_rmse": math.sqrt(mean_fit)}
-        return torch.tensor([[nlpd]], dtype=torch.float64), {"val_nlpd": nlpd, **other}
+        entries = {"val_nlpd": nlpd, name: math.sqrt(mean_fit) if name == "val_rmse" else mean_fit}
+        return torch.tensor([[nlpd]], dtype=torch.float64), entries
 
 
-class _OneProcess:
+def _one_process(device: torch.device) -> Any:
     """What the loop asks of Lightning Fabric, for one process in the precision of its tensors."""
-
-    world_size, global_rank, is_global_zero = 1, 0, True
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def setup(self, *parts: Any) -> tuple[Any, ...]:
-        return parts
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def all_reduce(self, value: Tensor, reduce_op: str) -> Tensor:
-        return value
-
-    def all_gather(self, value: Tensor) -> Tensor:
-        return value
-
-    def barrier(self) -> None:
-        return
+    return SimpleNamespace(
+        device=device,
+        world_size=1,
+        global_rank=0,
+        is_global_zero=True,
+        setup=lambda *parts: parts,
+        backward=lambda loss: loss.backward(),
+        all_reduce=lambda value, reduce_op: value,
+        all_gather=lambda value: value,
+        barrier=lambda: None,
+    )
 
 
 class _Best:
@@ -270,13 +249,8 @@ class _Best:
 class Run:
     """A training run: all that changes from step to step, the loop, and its checkpoints.
 
-    Args:
-        learner: what is trained; it is changed in place.
-        data: its batches.
-        plan: how it is trained.
-        score_fn: the scores of held-out rows, or None.
-        checkpoints: where checkpoints go, or None.
-        fabric: a launched Fabric; by default the run has one process, on the device of the learner.
+    The learner is changed in place. Without a launched Fabric the run has one process, on the
+    device of the learner.
     """
 
     def __init__(
@@ -293,23 +267,17 @@ class Run:
         assert data.batches_per_epoch is not None
         self.learner, self.data, self.plan, self.score_fn = learner, data, plan, score_fn
         self.checkpoints, self.batches_per_epoch = checkpoints, data.batches_per_epoch
-        network, last_layer = learner.parameter_groups()
-        groups = plan.groups(
-            [p for p in network if p.requires_grad], [p for p in last_layer if p.requires_grad]
-        )
-        self.parameters = [p for group in groups for p in group.parameters]
+        groups = plan.groups(*learner.parameter_groups())
+        self.parameters = [p for group in groups for p in group["params"]]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self.fabric = _OneProcess(device) if fabric is None else fabric
+        self.fabric = _one_process(device) if fabric is None else fabric
         precision = None if fabric is None else fabric.strategy.precision
         self.scaler = getattr(precision, "scaler", None)
         is_half = "16" in getattr(precision, "precision", "")
         self.raw_optimizers = build_optimizers(
             groups, fused=device.type in ("cpu", "cuda") and not is_half
         )
-        self.rates = self._rates()
-        self.loss, *optimizers = self.fabric.setup(learner, *self.raw_optimizers)
-        self.optimizers: list[Any] = optimizers
-        self.looks_at_values = self.fabric.device.type == "cpu"
+        self.loss, *self.optimizers = self.fabric.setup(learner, *self.raw_optimizers)
         self.history = History()
         self.step = self.epoch = self.batch = 0
         self.totals = torch.zeros(learner.num_terms, dtype=torch.float64, device=self.fabric.device)
@@ -327,29 +295,15 @@ class Run:
     ) -> History:
         """Train to the end, until held-out scores get worse, or until an interrupt.
 
-        Args:
-            callbacks: called after each epoch.
-            progress: whether to show a bar.
-            description: the word before the bar.
-            keep_bar: whether the bar shows at once and stays at the end. Otherwise it shows after
-                two seconds and goes away.
-            catch_interrupt: whether the first Ctrl-C ends the run after its step, with a
-                checkpoint, instead of raising KeyboardInterrupt at once.
+        With `keep_bar` the bar shows at once and stays at the end. Otherwise it shows after two
+        seconds and goes away. With `catch_interrupt` the first Ctrl-C ends the run after its step,
+        with a checkpoint, instead of raising KeyboardInterrupt at once.
         """
         total = self.plan.num_epochs * self.batches_per_epoch
         hidden = not (progress and self.fabric.is_global_zero)
-        with (
-            tqdm(
-                total=total,
-                initial=self.step,
-                desc=description,
-                unit="step",
-                disable=hidden,
-                delay=0 if keep_bar else 2,
-                leave=keep_bar,
-            ) as bar,
-            _interrupts(catch_interrupt) as interrupt,
-        ):
+        options = {"unit": "step", "delay": 0 if keep_bar else 2, "leave": keep_bar}
+        steps = tqdm(desc=description, total=total, initial=self.step, disable=hidden, **options)
+        with steps as bar, _interrupts(catch_interrupt) as interrupt:
             while self.epoch < self.plan.num_epochs and self.history.status == "running":
                 start = time.perf_counter()
                 if not self._train_epoch(bar, interrupt):
@@ -364,10 +318,6 @@ class Run:
         if self.best.kept:
             self.history.best_epoch = self.best.restore(self._by_member())
         return self.history
-
-    def _rates(self) -> list[tuple[dict[str, Any], float]]:
-        """The groups of the optimisers, each with its learning rate at the peak."""
-        return [(group, group["lr"]) for o in self.raw_optimizers for group in o.param_groups]
 
     def _train_epoch(self, bar: Any, interrupt: threading.Event) -> bool:
         """Train on the remaining batches of this epoch; returns False if interrupted."""
@@ -391,8 +341,9 @@ class Run:
 
     def train_step(self, batch: Batch, factor: float) -> None:
         """One step of the optimisers, with their learning rates times `factor`."""
-        for group, rate in self.rates:
-            group["lr"] = rate * factor
+        for optimizer in self.raw_optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
         for parameter in self.parameters:
             parameter.grad = None
         loss, terms = self.loss(*batch, self.data.num_data)
@@ -402,7 +353,7 @@ class Run:
                 self.scaler.unscale_(optimizer)
         norms = self.learner.clip_gradients(self.parameters, self.plan.clip_norm)
         # Elsewhere a look at the values would wait for the device; there `save` looks at them.
-        if self.looks_at_values and not math.isfinite(float(terms[0]) + float(norms.sum())):
+        if terms.is_cpu and not math.isfinite(float(terms[0]) + float(norms.sum())):
             self._check_finite(float(terms[0]), "loss")
             self._check_finite(float(norms.sum()), "gradient")
         if self.scaler is None:
@@ -417,21 +368,20 @@ class Run:
         self.batch += 1
 
     def _check_finite(self, value: float, name: str) -> None:
-        if math.isfinite(value):
-            return
-        kept = self._newest_checkpoint()
-        where = f" The last good checkpoint is {kept}." if kept else ""
-        raise TrainingError(
-            f"The {name} is {value} in epoch {self.epoch + 1}, step {self.step + 1}. "
-            f"{self.learner.advice}{where}"
-        )
+        if not math.isfinite(value):
+            kept = self._newest_checkpoint()
+            where = f" The last good checkpoint is {kept}." if kept else ""
+            raise TrainingError(
+                f"The {name} is {value} in epoch {self.epoch + 1}, step {self.step + 1}. "
+                f"{self.learner.advice}{where}"
+            )
 
     def _finish_epoch(self) -> dict[str, float]:
         """Close the epoch: its row of the history, early stopping, checkpoint."""
         means = self.fabric.all_reduce(self.totals / self.batch, reduce_op="mean").tolist()
         self._check_finite(means[0], "loss")
         row = self.learner.history_row(means, self.data.num_rows)
-        row["learning_rate"] = self.rates[0][0]["lr"]
+        row["learning_rate"] = self.raw_optimizers[0].param_groups[0]["lr"]
         self.epoch += 1
         self.batch = 0
         self.totals.zero_()
@@ -439,40 +389,31 @@ class Run:
         if self.score_fn is not None and self.plan.is_scored(self.epoch):
             scores, entries = self.score_fn()
             row |= entries
-            self._keep_best(scores)
+            if self.plan.patience is not None:
+                self.best.update(scores, self.epoch, self._by_member())
+                self.history.best_epoch = int(self.best.epochs.median()) or None
+                if self.best.num_worse >= max(1, self.plan.patience):
+                    self.history.status = "stopped early"
         self.history.rows.append(row)
         is_last = self.epoch == self.plan.num_epochs or self.history.status != "running"
         if self.checkpoints and (is_last or self.epoch % self.checkpoints.every == 0):
             self.save()
         return row
 
-    def _keep_best(self, scores: Tensor) -> None:
-        if self.plan.patience is None:
-            return
-        self.best.update(scores, self.epoch, self._by_member())
-        self.history.best_epoch = int(self.best.epochs.median()) or None
-        if self.best.num_worse and self.best.num_worse >= self.plan.patience:
-            self.history.status = "stopped early"
-
     def _by_member(self) -> dict[str, Tensor]:
         """The tensors of the learner with an axis of members first, sharing their memory."""
-        return self._stacked({k: t.detach() for k, t in self.learner.state_dict().items()})
-
-    def _stacked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {name: t.detach() for name, t in self.learner.state_dict().items()}
         is_stacked = self.learner.num_members is not None
-        return tensors if is_stacked else {k: t.unsqueeze(0) for k, t in tensors.items()}
+        return tensors if is_stacked else {name: t.unsqueeze(0) for name, t in tensors.items()}
 
     def _interrupted(self) -> History:
         self.history.status = "interrupted"
         if self.checkpoints:
             self.save()
         if self.fabric.is_global_zero:
-            kept = self._newest_checkpoint()
-            remedy = (
-                f"Go on with fit(..., resume_from={str(kept)!r})."
-                if kept
-                else "Give `checkpoint_dir` to be able to go on from here."
-            )
+            remedy = "Give `checkpoint_dir` to be able to go on from here."
+            if kept := self._newest_checkpoint():
+                remedy = f"Go on with fit(..., resume_from={str(kept)!r})."
             print(f"Interrupted after step {self.step}. {remedy}", file=sys.stderr)
         return self.history
 
@@ -491,35 +432,31 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint; all processes call it, the first writes. Never one with NaNs."""
         assert self.checkpoints is not None
-        weights = cpu_copies(self.learner.state_dict())
+        weights = self.learner.state_dict()
         for name, tensor in weights.items():
             self._check_finite(float(tensor.double().abs().sum()), f"sum of |{name}|")
         rng_states = self.fabric.all_gather(torch.get_rng_state().to(self.fabric.device))
         if self.fabric.is_global_zero:
-            tensors, numbers = optimizer_state(self.raw_optimizers)
-            trainer = {f"optimizer.{name}": tensor for name, tensor in tensors.items()}
+            states = optimizer_state(self.raw_optimizers)
+            trainer = {f"optimizer.{name}": tensor for name, tensor in states.items()}
             trainer |= {f"best.{name}": tensor[0] for name, tensor in self.best.kept.items()}
             trainer |= {"totals": self.totals, "generator": self.generator_state}
             trainer["rng"] = rng_states.reshape(self.fabric.world_size, -1)
             if self.fabric.device.type == "cuda":
                 trainer["cuda_rng"] = torch.cuda.get_rng_state(self.fabric.device)
-            best_score = float(self.best.scores) if self.best.kept else math.inf
-            config = self.learner.description() | {
-                "trainer": {
-                    "settings": self._settings(),
-                    "num_data": self.data.num_rows,
-                    "step": self.step,
-                    "epoch": self.epoch,
-                    "batch": self.batch,
-                    "rows": self.history.rows,
-                    "status": self.history.status,
-                    "best_epoch": self.history.best_epoch,
-                    "best_score": best_score,
-                    "optimizer": numbers,
-                }
+            state = {
+                "step": self.step,
+                "epoch": self.epoch,
+                "batch": self.batch,
+                "rows": self.history.rows,
+                "status": self.history.status,
+                "best_epoch": self.history.best_epoch,
+                "best_score": float(self.best.scores) if self.best.kept else math.inf,
+                "num_data": self.data.num_rows,
+                "settings": self._settings(),
             }
             path = self.checkpoints.directory / f"step-{self.step:09d}"
-            write_directory(path, config, weights, cpu_copies(trainer))
+            write_directory(path, self.learner.description() | {"trainer": state}, weights, trainer)
             self.checkpoints.prune()
         self.fabric.barrier()
 
@@ -530,8 +467,7 @@ class Run:
         state = config.get("trainer")
         if state is None or trainer is None:
             raise CheckpointError(f"{path}: is a saved model, not a checkpoint of a training run.")
-        self._check_settings(path, state)
-        self._check_description(path, config)
+        self._check_same(path, config)
         try:
             self.learner.load_state_dict(tensors)
         except RuntimeError as error:
@@ -541,48 +477,43 @@ class Run:
         if state["status"] == "stopped early":
             self.history.status = "stopped early"
         if self.history.best_epoch is not None:
-            self._load_best(state["best_score"], _with_prefix(trainer, "best."))
+            self._load_best(state, _with_prefix(trainer, "best."))
         self.totals.copy_(trainer["totals"])
         self.generator_state = trainer["generator"]
-        load_optimizers(
-            self.raw_optimizers, _with_prefix(trainer, "optimizer."), state["optimizer"]
-        )
-        self.rates = self._rates()  # loading has made new groups
+        load_optimizers(self.raw_optimizers, _with_prefix(trainer, "optimizer."))
         if len(trainer["rng"]) == self.fabric.world_size:
             torch.set_rng_state(trainer["rng"][self.fabric.global_rank].clone())
         if "cuda_rng" in trainer and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(trainer["cuda_rng"], self.fabric.device)
 
-    def _load_best(self, score: float, tensors: dict[str, Tensor]) -> None:
-        best, epoch = self.best, self.history.best_epoch or 0
-        best.kept = {k: t.to(self.fabric.device) for k, t in self._stacked(tensors).items()}
-        best.scores, best.epochs = torch.tensor([[score]]).double(), torch.tensor([epoch])
-        best.last_epoch, best.num_worse = self.epoch, self.epoch - epoch
+    def _load_best(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        best, epoch = self.best, state["best_epoch"]
+        best.kept = {k: t.unsqueeze(0).to(self.fabric.device) for k, t in tensors.items()}
+        best.scores = torch.tensor([[state["best_score"]]], dtype=torch.float64)
+        best.epochs, best.last_epoch = torch.tensor([epoch]), self.epoch
+        best.num_worse = self.epoch - epoch
         best.is_worse = torch.tensor([best.num_worse > 0])
 
-    def _check_settings(self, path: Path, state: dict[str, Any]) -> None:
-        now = self._settings() | {"num_data": self.data.num_rows}
-        then = state["settings"] | {"num_data": state["num_data"]}
-        then.setdefault("last_layer_optimizer", then["optimizer"])  # older files have none
-        different = [f"{k}: {then.get(k)} then, {now[k]} now" for k in now if now[k] != then.get(k)]
-        if different:
-            raise ValueError(
-                f"`resume_from` ({path}) was made with other settings ({'; '.join(different)}). "
-                "Use the same ones, or load the weights and start anew."
-            )
-
-    def _check_description(self, path: Path, config: dict[str, Any]) -> None:
-        """Raise if the checkpoint is of another model, also where weights of the same shapes fit.
+    def _check_same(self, path: Path, config: dict[str, Any]) -> None:
+        """Raise if the checkpoint has other settings or another model, even if its weights fit.
 
         Models that cannot be described are not compared, nor are parts of them that are only known
         by their weights, nor a noise that is learned.
         """
+        state, now = config["trainer"], self._settings() | {"num_data": self.data.num_rows}
+        then = dict.fromkeys(now) | state["settings"] | {"num_data": state["num_data"]}
+        if then["last_layer_optimizer"] is None:  # older files have none
+            then["last_layer_optimizer"] = then["optimizer"]
+        if different := "; ".join(differences(then, now)):
+            raise ValueError(
+                f"`resume_from` ({path}) was made with other settings ({different}). "
+                "Use the same ones, or load the weights and start anew."
+            )
         now = json.loads(json.dumps(self.learner.description()))
         then, now = ({k: c.get(k) for k in ("model", "guide")} for c in (config, now))
-        different = list(differences(then, now))
-        if different:
+        if different := "; ".join(differences(then, now)):
             raise CheckpointError(
-                f"{path}: is of another model or guide ({'; '.join(different)}). "
+                f"{path}: is of another model or guide ({different}). "
                 "Build the same ones, or start anew."
             )
 

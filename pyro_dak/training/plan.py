@@ -67,11 +67,9 @@ class Plan:
     num_scorings: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "stop_after", "num_scorings"):
+        for name in ("epochs", "batch_size", "stop_after", "num_scorings", "patience"):
             if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), minimum=1)
-        if self.patience is not None:
-            check_integer("patience", self.patience, minimum=0)
+                check_integer(name, getattr(self, name), minimum=0 if name == "patience" else 1)
         for name in ("learning_rate", "last_layer_learning_rate", "clip_norm"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
@@ -101,13 +99,15 @@ class Plan:
             yield schedule(min(number, total - 1), total, steps_per_epoch)
 
     def groups(self, network: Sequence[Tensor], last_layer: Sequence[Tensor]) -> list[Group]:
-        """The parameters in the groups that the optimisers take, network first."""
-        settings, decay = self.settings(), self.weight_decay
-        last_decay = decay if self.decay_last_layer else 0.0
-        names = settings["optimizer"], settings["last_layer_optimizer"]
-        rates = settings["learning_rate"], settings["last_layer_learning_rate"]
-        parameters = [*network], [*last_layer]
-        return [Group(*g) for g in zip(parameters, names, rates, (decay, last_decay), strict=True)]
+        """The parameters that require a gradient, in the groups that the optimisers take."""
+        settings, groups = self.settings(), []
+        for prefix, parameters in (("", network), ("last_layer_", last_layer)):
+            decay = 0.0 if prefix and not self.decay_last_layer else self.weight_decay
+            learned = [p for p in parameters if p.requires_grad]
+            name, rate = settings[f"{prefix}optimizer"], settings[f"{prefix}learning_rate"]
+            group = {"params": learned, "lr": rate, "initial_lr": rate, "weight_decay": decay}
+            groups.append(group | {"optimizer": name})
+        return groups
 
     def settings(self) -> dict[str, Any]:
         """All fields as plain data, defaults filled in: a resumed run must have the same.

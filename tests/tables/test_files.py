@@ -5,7 +5,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pyro_dak.tables.files import TableError, read_table, replacing, write_table
+from pyro_dak.tables.files import TableError, read_table, write_table
 
 FRAME = pd.DataFrame({"a": [1.5, 2.5], "b": ["x", "ü"]})
 
@@ -26,19 +26,15 @@ def test_repeated_names_in_parquet_are_refused(tmp_path):
         read_table(tmp_path / "t.parquet")
 
 
-def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("old")
+def test_a_table_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "t.csv"
+    write_table(FRAME, path, force=False)
 
-    def write_half():
-        with replacing(path) as temporary:
-            temporary.write_text("half")
-            raise OSError("no space left")
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="no space"):
-        write_half()
-    assert path.read_text() == "old"
-    with replacing(path) as temporary:
-        temporary.write_text("new")
-    assert path.read_text() == "new"
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_table(FRAME[:1], path, force=True)
+    assert len(read_table(path)) == 2
     assert list(tmp_path.iterdir()) == [path]

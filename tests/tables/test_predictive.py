@@ -9,6 +9,7 @@ from scipy import stats
 from pyro_dak.tables.predictive import (
     ClassMixture,
     StudentPrediction,
+    calibrate,
     covering_scale,
     fit_student,
     mixture_factor,
@@ -75,6 +76,22 @@ def test_mixture_has_the_scale_of_the_error_of_its_mean(between, size):
     var = factor * (1 + mean.var(0))
     error = y[0] - mean.mean(0)
     assert np.mean(error**2 / var) == pytest.approx(1, rel=0.1)
+
+
+def test_calibrated_intervals_of_a_single_member_cover_held_out_rows():
+    y = np.random.default_rng(0).standard_normal((1, 199, 1))
+    var = np.full_like(y, 1e-4)
+    scale, df, factor = calibrate(y, 0 * y, var, size=1)
+    lower, upper = StudentPrediction(0 * y, 0 * y, scale * var / (1 - 2 / df), df).interval(0.95)
+    assert np.mean((lower <= y) & (y <= upper)) >= 0.95
+    assert factor == 1
+
+
+def test_calibration_of_several_members_narrows_their_mixture():
+    y, mean = np.random.default_rng(0).standard_normal((2, 5, 200, 1))
+    scale, df, factor = calibrate(y, mean, np.ones_like(y), size=5)
+    assert (scale, df) == fit_student(y - mean)
+    assert factor == mixture_factor(y, mean, np.full_like(y, scale), 100, df, 5) < 1
 
 
 def test_mixture_factor_is_one_for_one_member_or_without_overlap():

@@ -32,13 +32,7 @@ from pyro_dak import (
     predict,
     save,
 )
-from pyro_dak.training.describe import (
-    build_model,
-    build_network,
-    describe_guide,
-    describe_network,
-    set_up_guide,
-)
+from pyro_dak.training.describe import describe, rebuild, set_up_guide
 from tests.training.runs import edit_config, write_sums
 
 FILES = Path(__file__).parents[1] / "data" / "version_0_1"
@@ -99,7 +93,7 @@ def predictions(tmp_path_factory) -> dict[str, tuple[list[torch.Tensor], list[to
         torch.manual_seed(0)
         prediction = predict(model, guide, x)
         here[name] = [prediction.mean, prediction.variance]
-        entries.append(f"{name}:{describe_guide(guide)['name'] is None}")
+        entries.append(f"{name}:{describe(model, guide)['guide']['name'] is None}")
     torch.save(x, root / "x.pt")
     command = [sys.executable, "-c", LOAD_SCRIPT, str(root), *entries]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -173,7 +167,9 @@ def test_every_listed_layer_can_be_described():
     network.append(nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False, divisor_override=3))
     network.append(nn.MaxPool2d(2, dilation=2, ceil_mode=True))
     network.append(nn.LayerNorm(3, bias=False))
-    twin = build_network(json.loads(json.dumps(describe_network(network))))
+    model = DAK(network, 3, num_units=2)
+    description = json.loads(json.dumps(describe(model, MeanFieldGuide(model))))
+    twin = rebuild(description)[0].feature_extractor
     assert repr(twin) == repr(network)
     assert twin[-3].count_include_pad is False
     assert twin[-3].divisor_override == 3
@@ -211,10 +207,9 @@ def test_a_crafted_config_gives_a_checkpoint_error(saved, key, value):
 
 
 def test_options_of_the_scaling_cannot_replace_its_methods(saved):
-    config = json.loads((saved / "config.json").read_text())
-    config["model"]["scaling_options"]["forward"] = 1.0
-    with pytest.raises(ValueError, match="unknown option of the scaling 'forward'"):
-        build_model(config["model"])
+    edit_config(saved, lambda config: config["model"]["scaling_options"].update(forward=1.0))
+    with pytest.raises(CheckpointError, match="unknown option of the scaling 'forward'"):
+        load(saved)
 
 
 class OwnExtractor(nn.Module):
@@ -378,8 +373,10 @@ def test_a_pickle_in_disguise_is_refused_and_not_run(saved, name, fix_checksum):
 
 
 def test_a_description_builds_listed_classes_only(saved):
-    with pytest.raises(ValueError, match="unknown layer 'system'"):
-        build_network({"name": "system", "command": "true"})
+    system = {"name": "system", "command": "true"}
+    edit_config(saved, lambda config: config["model"].update(feature_extractor=system))
+    with pytest.raises(CheckpointError, match="unknown layer 'system'"):
+        load(saved)
 
 
 def test_a_saved_model_is_not_a_checkpoint_of_a_run(saved):

@@ -6,7 +6,8 @@ import re
 import pytest
 from torch import nn
 
-from pyro_dak.training.describe import describe_network, differences
+from pyro_dak import DAK, MeanFieldGuide
+from pyro_dak.training.describe import describe, differences
 
 
 class Stack(nn.Sequential):
@@ -27,9 +28,9 @@ class Stack(nn.Sequential):
     ],
 )
 def test_descriptions_of_networks_are_compared_to_the_last_argument(then, now, different):
+    models = DAK(then, 1, num_units=1), DAK(now, 1, num_units=1)
     before, after = (
-        json.loads(json.dumps({"model": {"feature_extractor": describe_network(network)}}))
-        for network in (then, now)
+        json.loads(json.dumps(describe(model, MeanFieldGuide(model)))) for model in models
     )
     found = "; ".join(differences(before, after))
     assert re.search(different, found) if different else not found, found

@@ -98,4 +98,4 @@ def test_an_optimizer_each_steps_its_own_group_also_from_a_saved_state():
         state = optimizer_state(both)
         together = leaves(together)
         both = build_optimizers(plan.groups(together[:1], together[1:]), fused=True)
-        load_optimizers(both, *state)
+        load_optimizers(both, state)
