@@ -24,17 +24,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pyro_dak.additive.factor import level_coefficients
+from pyro_dak.additive.factor import LevelConstants, level_coefficients
 
 __all__ = [
     "FeatureConstants",
     "Interval",
-    "LevelConstants",
-    "NodeMoments",
     "bridge_variance",
     "bridge_weights",
     "feature_constants",
-    "level_constants",
     "level_features",
     "locate",
     "node_factor",
@@ -54,39 +51,6 @@ class Interval(NamedTuple):
     a: Float[Tensor, "..."]
     b: Float[Tensor, "..."]
     norm: Float[Tensor, "..."]
-
-
-class NodeMoments(NamedTuple):
-    """At the sorted nodes: mean and variance `(..., M)`, covariance of neighbours `(..., M-1)`."""
-
-    mean: Float[Tensor, "*batch m"]
-    var: Float[Tensor, "*batch m"]
-    cov: Float[Tensor, "*batch m_minus_1"]
-
-
-class LevelConstants(NamedTuple):
-    """Per point of one level, `(2^(l-1),)`: coefficient of the neighbours and scale of z."""
-
-    c: Float[Tensor, " n"]
-    scale: Float[Tensor, " n"]
-
-
-def level_constants(level: int, delta: float) -> list[LevelConstants]:
-    """Coefficients of levels 1 to `level`, in float64.
-
-    Args:
-        level: L of the grid.
-        delta: spacing of the grid over the lengthscale.
-    """
-    constants = []
-    for current in range(1, level + 1):
-        values = level_coefficients(current, delta * 2 ** (level - current))
-        n = 2 ** (current - 1)
-        c = torch.full((n,), values[0], dtype=torch.float64)
-        scale = torch.full((n,), values[1], dtype=torch.float64)
-        c[[0, -1]], scale[[0, -1]] = values[2], values[3]
-        constants.append(LevelConstants(c, scale))
-    return constants
 
 
 def _interleave(new: Tensor, old: Tensor) -> Tensor:
@@ -114,9 +78,10 @@ def node_moments(
     z_loc: Float[Tensor, "*batch m"],
     z_var: Float[Tensor, "*batch m"],
     constants: list[LevelConstants],
-) -> NodeMoments:
+) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch m"], Float[Tensor, "*batch k"]]:
     """Moments of g(U) = L_U z at the sorted nodes for independent z; O(M), coarse to fine.
 
+    These are mean and variance `(..., M)`, and the covariance of neighbours `(..., M-1)`.
     With neighbours l, r of a new point (level order in, sorted order out):
 
         var = c^2 (var_l + var_r + 2 cov_lr) + scale^2 z_var,
@@ -137,7 +102,7 @@ def node_moments(
         to_right = F.pad(var, (0, 1)) + cov_lr
         cov = (c.unsqueeze(-1) * torch.stack([to_left, to_right], -1)).flatten(-2)[..., 1:-1]
         var = _interleave(c.square() * (to_left + to_right) + z_var_new, var)
-    return NodeMoments(mean, var, cov)
+    return mean, var, cov
 
 
 def locate(x: Float[Tensor, "*shape"], num_inducing: int, delta: float) -> Interval:
