@@ -79,9 +79,8 @@ class KernelActivation(nn.Module):
         self.num_inducing = grid.num_inducing
         self.delta = grid.spacing / self.kernel.lengthscale
         self.has_local_route = self.kernel.is_markov
-        self._factor = None
-        if not self.has_local_route:
-            self._factor = dense_inverse_factor(grid, self.kernel, jitter)
+        is_local = self.has_local_route
+        self._factor = None if is_local else dense_inverse_factor(grid, self.kernel, jitter)
         self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
         kept = self.prior_variance_between_nodes()
         if self.num_inducing > 1 and kept < 0.5:

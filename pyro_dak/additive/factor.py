@@ -72,17 +72,13 @@ def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m 
     M = grid.num_inducing
     constants = level_constants(grid.level, grid.spacing / kernel.lengthscale)
     c, scale = (torch.cat(parts) for parts in zip(*constants, strict=True))
-    mid = torch.arange(M)
-    rows, columns, values = [mid], [mid], [1 / scale]
-    for side in grid.neighbours:
-        has = side >= 0
-        rows.append(side[has])
-        columns.append(mid[has])
-        values.append((-c / scale)[has])
-    indices = torch.stack([torch.cat(rows), torch.cat(columns)])
-    return torch.sparse_coo_tensor(
-        indices, torch.cat(values), (M, M), is_coalesced=False, check_invariants=True
-    ).coalesce()
+    rows = torch.cat([torch.arange(M), *grid.neighbours])
+    columns = torch.arange(M).repeat(3)
+    values = torch.cat([1 / scale, -c / scale, -c / scale])
+    exists = rows >= 0
+    indices = torch.stack([rows, columns])[:, exists]
+    factor = torch.sparse_coo_tensor(indices, values[exists], (M, M), check_invariants=True)
+    return factor.coalesce()
 
 
 def dense_inverse_factor(

@@ -45,12 +45,6 @@ class FunctionMoments(NamedTuple):
     var: Tensor
     root: Tensor | None = None
 
-    def covariance(self, a: slice, b: slice) -> Tensor | float:
-        """Covariance of functions a with functions b, pairwise; a and b are disjoint."""
-        if self.root is None:
-            return 0.0
-        return (self.root[..., a] * self.root[..., b]).sum(0)
-
 
 def sample_marginals(
     moments: FunctionMoments, num_samples: int, generator: torch.Generator | None = None

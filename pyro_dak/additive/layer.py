@@ -53,8 +53,7 @@ class AdditiveLayer(nn.Module):
     @property
     def num_weights(self) -> int:
         """Weights of one function: bias, linear terms, kernel weights."""
-        num_linear = self.num_units if self.linear_term else 0
-        return 1 + num_linear + self.num_units * self.activation.num_inducing
+        return 1 + self.num_units * (self.linear_term + self.activation.num_inducing)
 
     def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
         """f, `(..., N, F)`.

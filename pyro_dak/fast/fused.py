@@ -126,9 +126,9 @@ class LinearMap:
 
     def __init__(self, matrix: Tensor, is_dense: bool):
         self.is_dense = is_dense
-        self.transposed: Tensor | None = None
         if is_dense:
             self.matrix = matrix.to_dense()
+            self.transposed = self.matrix.mT
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -151,13 +151,12 @@ class LinearMap:
         """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
         F, R, P = grad.shape
         flat = grad.transpose(0, 1).reshape(R, F * P)
-        product = self.matrix.mT @ flat if self.transposed is None else self.transposed @ flat
-        return product.mT.view(F, P, -1)
+        return (self.transposed @ flat).mT.view(F, P, -1)
 
     def _columns(self, z: Tensor) -> Tensor:
         """A times the transpose of z with all but its last axis as one, `(R, K)`."""
         flat = z.reshape(-1, z.shape[-1]).mT
-        if self.transposed is None:
+        if self.is_dense:
             return self.matrix @ flat
         return _SparseProduct.apply(flat, self.matrix, self.transposed)
 

@@ -199,44 +199,36 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
     def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
         super().__init__(noise_scale, learn)
 
-    @property
-    def log_noise_var_offset(self) -> Tensor:
-        """Log noise variance where eta is zero, a scalar or `(C,)`."""
-        return 2 * self.noise.log_scale
-
     def num_functions(self, num_outputs: int) -> int:
         return 2 * num_outputs
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         mean, eta = f.chunk(2, -1)
-        return dist.Normal(mean, (0.5 * (eta + self.log_noise_var_offset)).exp()).to_event(1)
+        return dist.Normal(mean, (0.5 * eta + self.noise.log_scale).exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        C = moments.mean.shape[-1] // 2
-        f, eta = slice(0, C), slice(C, 2 * C)
-        return expected_log_heteroscedastic(
-            y,
-            moments.mean[..., f],
-            moments.var[..., f],
-            moments.mean[..., eta] + self.log_noise_var_offset,
-            moments.var[..., eta],
-            moments.covariance(f, eta),
-        )
+        covariance: Tensor | float = 0.0
+        if moments.root is not None:
+            covariance = torch.mul(*moments.root.chunk(2, -1)).sum(0)
+        return expected_log_heteroscedastic(y, *self._parts(moments), covariance)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """Var y = v_f + E exp(eta) = v_f + exp(m_eta + v_eta / 2)."""
-        mean, eta_mean = moments.mean.chunk(2, -1)
-        var, eta_var = moments.var.chunk(2, -1)
-        return mean, var, (eta_mean + self.log_noise_var_offset + 0.5 * eta_var).exp()
+        mean, var, eta_mean, eta_var = self._parts(moments)
+        return mean, var, (eta_mean + 0.5 * eta_var).exp()
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
-        mean, eta_mean = moments.mean.chunk(2, -1)
-        var, eta_var = moments.var.chunk(2, -1)
-        nodes, weights = gauss_hermite(eta_mean, eta_var)
-        eta = nodes + self.log_noise_var_offset
+        mean, var, eta_mean, eta_var = self._parts(moments)
+        eta, weights = gauss_hermite(eta_mean, eta_var)
         element = dist.Normal(mean, (var + eta.exp()).sqrt())
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
+    def _parts(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean and variance of f, and those of the log noise variance."""
+        mean, eta_mean = moments.mean.chunk(2, -1)
+        var, eta_var = moments.var.chunk(2, -1)
+        return mean, var, eta_mean + 2 * self.noise.log_scale, eta_var
 
 
 class StudentTLikelihood(_NoisyLikelihood):
