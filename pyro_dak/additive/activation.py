@@ -210,26 +210,20 @@ class KernelActivation(nn.Module):
         return fused.interpolated_moments(h, table, None, intervals)
 
     def mean_field_terms(
-        self,
-        h: Tensor,
-        loc: Tensor,
-        log_scale: Tensor,
-        log_unit_scale: Tensor,
-        mu: Tensor,
-        mu_log_scale: Tensor,
+        self, h: Tensor, loc: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Mean and variance of f, and the KL of z and mu from N(0, 1): `fused.MeanFieldTerms`.
+        """Mean and variance of f, and the KL of z and mu from N(0, 1).
 
-        The result is None where there is no such operation, or where the dense route is faster.
+        The arguments are the tensors of `fused.MeanFieldTerms`. The result is None where there is
+        no such operation, or where the dense route is faster.
         """
         if torch.compiler.is_compiling() or h.dim() > 2 or loc.dim() > 3:
             return None
         if not self.has_local_route or dense_is_faster(self.num_inducing, len(loc)):
             return None
         constants = self.local_constants(loc)
-        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
         maps = (constants.interval_map, constants.intervals)
-        return fused.MeanFieldTerms.apply(h, *weights, *maps)
+        return fused.MeanFieldTerms.apply(h, loc, *others, *maps)
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
         """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, for h `(N, P)`; no sum over p."""

@@ -32,13 +32,8 @@ class Scaling(nn.Module):
     """An affine map per unit, `(..., N, P)` to `(..., N, P)`, from two statistics `(P,)` each.
 
     Subclasses say how the statistics come from a batch and how the map comes from them. Here the
-    map is the identity.
-
-    Args:
-        num_units: P.
-        bounds: bounds of the grid.
-        momentum: weight of a new batch in the running statistics. The first batches are averaged
-            with weight 1/t instead, so that the start leaves no trace.
+    map is the identity. `momentum` is the weight of a new batch in the running statistics; the
+    first batches are averaged with weight 1/t instead, so that the start leaves no trace.
     """
 
     first: Tensor
