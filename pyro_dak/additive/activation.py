@@ -1,5 +1,6 @@
 """The kernel activation h -> phi(h), densely or through the two nearest nodes."""
 
+import functools
 import math
 import warnings
 from typing import Any, Literal, NamedTuple
@@ -42,12 +43,20 @@ class LocalConstants(NamedTuple):
     of z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`).
     """
 
-    levels: list[LevelConstants]
+    levels: LevelConstants
     features: bridge.FeatureConstants
     intervals: fused.Intervals
     node_map: fused.LinearMap
     interval_map: fused.LinearMap
     moment_map: fused.LinearMap
+
+
+@functools.lru_cache(maxsize=4)
+def _exact_constants(level: int, delta: float) -> list[Tensor]:
+    """Constants of levels and features, and the matrices, sparse; in float64 on the CPU."""
+    L = bridge.node_factor(level, delta)
+    matrices = (L, fused.interval_matrix(L), fused.node_matrix(L, delta))
+    return [*level_constants(level, delta), *bridge.feature_constants(level, delta), *matrices]
 
 
 class KernelActivation(nn.Module):
@@ -290,21 +299,19 @@ class KernelActivation(nn.Module):
         return self._cache[key]
 
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> LocalConstants:
-        def cast(part: Tensor) -> Tensor:
-            return part.to(device, dtype if part.is_floating_point() else part.dtype)
-
-        level, delta, is_meta = self.grid.level, self.delta, device.type == "meta"
-        L = bridge.node_factor(level, delta)
-        matrices = [L, fused.interval_matrix(L), fused.node_matrix(L, delta)]
-        if is_meta:  # which has no sparse tensors, and needs no memory for dense ones
-            matrices = [torch.empty(matrix.shape, device=device) for matrix in matrices]
-        is_dense = is_meta or self.num_inducing <= _MAX_DENSE_NODES
-        low, spacing = self.grid.bounds[0], self.grid.spacing
+        exact = _exact_constants(self.grid.level, self.delta)
+        dtypes = [dtype if part.is_floating_point() else part.dtype for part in exact]
+        is_meta = device.type == "meta"  # it has no sparse tensors, and dense ones take no memory
+        if is_meta:
+            exact = [torch.empty(part.shape, device=device) for part in exact]
+        cast = [part.to(device, own) for part, own in zip(exact, dtypes, strict=True)]
+        M, low, spacing = self.num_inducing, self.grid.bounds[0], self.grid.spacing
+        is_dense = is_meta or M <= _MAX_DENSE_NODES
         return LocalConstants(
-            [LevelConstants(*map(cast, pair)) for pair in level_constants(level, delta)],
-            bridge.FeatureConstants(*map(cast, bridge.feature_constants(level, delta))),
-            fused.intervals_of_grid(self.num_inducing, low, spacing, delta, dtype, device),
-            *(fused.LinearMap(cast(matrix), is_dense) for matrix in matrices),
+            LevelConstants(*cast[:2]),
+            bridge.FeatureConstants(*cast[2:7]),
+            fused.intervals_of_grid(M, low, spacing, self.delta, dtype, device),
+            *[fused.LinearMap(matrix, is_dense) for matrix in cast[7:]],
         )
 
     def _between_nodes(self, h: Tensor, weights: Tensor) -> Tensor:

@@ -53,6 +53,12 @@ class Interval(NamedTuple):
     norm: Float[Tensor, "..."]
 
 
+def _levels(num_inducing: int) -> list[slice]:
+    """Where the points of each level are in level order, from the coarsest to the finest."""
+    starts = [2**k - 1 for k in range(num_inducing.bit_length())]
+    return [slice(start, 2 * start + 1) for start in starts]
+
+
 def _interleave(new: Tensor, old: Tensor) -> Tensor:
     """Sorted values of a level from its n new and the n - 1 older points, `(..., 2n - 1)`."""
     pairs = torch.stack([new, F.pad(old, (0, 1))], -1)  # (..., n, 2)
@@ -60,16 +66,16 @@ def _interleave(new: Tensor, old: Tensor) -> Tensor:
 
 
 def node_values(
-    z: Float[Tensor, "*batch m"], constants: list[LevelConstants]
+    z: Float[Tensor, "*batch m"], constants: LevelConstants
 ) -> Float[Tensor, "*batch m"]:
     """g(U) = L_U z at the sorted nodes, `(..., M)`, from z in level order; O(M), coarse to fine.
 
     A point is c (g_left + g_right) + scale z, with a neighbour that does not exist counted as zero.
     """
     g = z[..., :0]
-    for c, scale in constants:
-        n = len(c)
-        new = scale * z[..., n - 1 : 2 * n - 1] + c * (F.pad(g, (1, 0)) + F.pad(g, (0, 1)))
+    for points in _levels(z.shape[-1]):
+        around = F.pad(g, (1, 0)) + F.pad(g, (0, 1))
+        new = constants.scale[points] * z[..., points] + constants.c[points] * around
         g = _interleave(new, g)
     return g
 
@@ -77,7 +83,7 @@ def node_values(
 def node_moments(
     z_loc: Float[Tensor, "*batch m"],
     z_var: Float[Tensor, "*batch m"],
-    constants: list[LevelConstants],
+    constants: LevelConstants,
 ) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch m"], Float[Tensor, "*batch k"]]:
     """Moments of g(U) = L_U z at the sorted nodes for independent z; O(M), coarse to fine.
 
@@ -91,10 +97,10 @@ def node_moments(
     """
     mean = node_values(z_loc, constants)
     var, cov = z_var[..., :0], z_var[..., :0]
-    for c, scale in constants:
-        n = len(c)
-        z_var_new = scale.square() * z_var[..., n - 1 : 2 * n - 1]
-        if n == 1:
+    for points in _levels(z_var.shape[-1]):
+        c = constants.c[points]
+        z_var_new = constants.scale[points].square() * z_var[..., points]
+        if len(c) == 1:
             var = z_var_new
             continue
         cov_lr = F.pad(cov, (1, 1))  # (..., n), zero where a neighbour is missing

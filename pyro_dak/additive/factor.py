@@ -40,22 +40,22 @@ def level_coefficients(level: int, delta: float) -> tuple[float, float, float, f
 
 
 class LevelConstants(NamedTuple):
-    """Per point of one level, `(2^(l-1),)`: coefficient of the neighbours and scale of z."""
+    """Per point in level order, `(M,)`: coefficient of the neighbours and scale of z."""
 
-    c: Float[Tensor, " n"]
-    scale: Float[Tensor, " n"]
+    c: Float[Tensor, " m"]
+    scale: Float[Tensor, " m"]
 
 
-def level_constants(level: int, delta: float) -> list[LevelConstants]:
-    """Coefficients of levels 1 to `level` of a grid with spacing `delta` t, in float64."""
-    constants = []
+def level_constants(level: int, delta: float) -> LevelConstants:
+    """Coefficients of all points of a grid with spacing `delta` t, in float64."""
+    levels = []
     for current in range(1, level + 1):
         coefficients = level_coefficients(current, delta * 2 ** (level - current))
         inner, edge = torch.tensor(coefficients, dtype=torch.float64).view(2, 2, 1)
         values = inner.repeat(1, 2 ** (current - 1))
         values[:, [0, -1]] = edge
-        constants.append(LevelConstants(*values))
-    return constants
+        levels.append(values)
+    return LevelConstants(*torch.cat(levels, 1))
 
 
 def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m m"]:
@@ -70,8 +70,7 @@ def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m 
             "Use LaplaceKernel, or the dense factor."
         )
     M = grid.num_inducing
-    constants = level_constants(grid.level, grid.spacing / kernel.lengthscale)
-    c, scale = (torch.cat(parts) for parts in zip(*constants, strict=True))
+    c, scale = level_constants(grid.level, grid.spacing / kernel.lengthscale)
     rows = torch.cat([torch.arange(M), *grid.neighbours])
     columns = torch.arange(M).repeat(3)
     values = torch.cat([1 / scale, -c / scale, -c / scale])

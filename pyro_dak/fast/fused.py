@@ -72,18 +72,16 @@ def intervals_of_grid(
     device: torch.device,
 ) -> Intervals:
     """The intervals of a grid, computed in float64 and then cast."""
-
-    def cast(values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.float64).to(device, dtype)
-
     square = 4 * math.exp(-2 * delta) / math.expm1(-2 * delta) ** 2
     squares = torch.full((num_nodes + 1,), square, dtype=torch.float64)
     squares[[0, -1]] = 0
-    ends, signs = cast([1, 0, -1, 1]).view(2, 2, 1, 1, 1)
     coefficients = _sinh_coefficients(delta, torch.finfo(dtype).eps)
+    numbers = [low, spacing, delta / spacing, 1, 0, -1, 1, *coefficients]
+    cast = torch.tensor(numbers, dtype=torch.float64).to(device, dtype)
+    low_, spacing_, slope = cast[:3]
+    ends, signs = cast[3:7].view(2, 2, 1, 1, 1)
     last = coefficients[-1] if coefficients else math.nan
-    low_, spacing_, slope = cast([low, spacing, delta / spacing])
-    constants = (cast(squares), ends, signs, cast(coefficients).unbind(), last)
+    constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last)
     return Intervals(low_, spacing_, slope, *constants, delta, num_nodes)
 
 

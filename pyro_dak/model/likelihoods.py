@@ -95,16 +95,16 @@ class Likelihood(nn.Module, ABC):
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
         if self.takes_integers and isinstance(y, Tensor):
             y = y.to(torch.get_default_dtype())
+        if isinstance(y, Tensor) and y.is_floating_point() and y.shape[1:] == (num_outputs,):
+            return y
         check_floating("y", y)
         if y.dim() == 1 and num_outputs == 1:
             return y.unsqueeze(-1)
-        if y.shape[1:] != (num_outputs,):
-            raise ValueError(
-                f"`y` must have shape (N, {num_outputs}), one column per output"
-                f"{', or (N,)' if num_outputs == 1 else ''}; got {tuple(y.shape)}. "
-                f"Set `num_outputs` or reshape `y`."
-            )
-        return y
+        raise ValueError(
+            f"`y` must have shape (N, {num_outputs}), one column per output"
+            f"{', or (N,)' if num_outputs == 1 else ''}; got {tuple(y.shape)}. "
+            f"Set `num_outputs` or reshape `y`."
+        )
 
     def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
         """Targets of the right kind and shape, for a dry run."""

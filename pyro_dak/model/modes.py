@@ -20,16 +20,15 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
 
     All else is shared, which makes it several times faster than a deep copy.
     """
-
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device, copy=True)
-
     own = copy.copy(module)
     own._parameters, own._buffers, own._modules = {}, {}, {}
     for name, p in module._parameters.items():
-        own._parameters[name] = None if p is None else nn.Parameter(copied(p), p.requires_grad)
+        own._parameters[name] = p
+        if p is not None:
+            value = p.detach().to(device, copy=True)
+            own._parameters[name] = nn.Parameter(value, p.requires_grad)
     for name, buffer in module._buffers.items():
-        own._buffers[name] = None if buffer is None else copied(buffer)
+        own._buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
     for name, part in module._modules.items():
         own._modules[name] = None if part is None else with_own_tensors(part, device)
     return own

@@ -125,6 +125,7 @@ def test_fixed_moments_of_no_rows_are_empty():
         assert part.shape == (0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:The grid is coarse")
 @pytest.mark.parametrize(("level", "delta"), [(1, 0.5), (3, 0.1), (5, 2.0), (8, 0.004)])
 def test_node_table_is_that_of_the_recursion_continued_on_either_side(level, delta):
     M = 2**level - 1
