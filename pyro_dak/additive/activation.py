@@ -84,12 +84,10 @@ class KernelActivation(nn.Module):
         super().__init__()
         self.grid = grid
         self.kernel = LaplaceKernel() if kernel is None else kernel
-        self.jitter = jitter
         self.num_inducing = grid.num_inducing
         self.delta = grid.spacing / self.kernel.lengthscale
-        self.has_local_route = self.kernel.is_markov
-        is_local = self.has_local_route
-        self._factor = None if is_local else dense_inverse_factor(grid, self.kernel, jitter)
+        is_markov = self.has_local_route = self.kernel.is_markov
+        self._factor = None if is_markov else dense_inverse_factor(grid, self.kernel, jitter)
         self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
         kept = self.prior_variance_between_nodes()
         if self.num_inducing > 1 and kept < 0.5:

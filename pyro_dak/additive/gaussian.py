@@ -82,7 +82,6 @@ def mean_field_moments(
         E f = sum_p sigma_p phi_p . m_p + m_mu,   Var f = sum_p sigma_p^2 phi_p^2 . s_p^2 + s_mu^2
 
     Args:
-        activation: phi.
         h: inputs of the units, `(..., N, P)`.
         z_loc: means of the weights, `(..., C, P, M)`.
         z_scale: their standard deviations, like `z_loc`.

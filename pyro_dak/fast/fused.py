@@ -310,18 +310,16 @@ class _InterpolatedMoments(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         if torch.is_grad_enabled():
             raise _second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
         shape = (F, 1, E, 1, N)
         grad_mean, grad_var = grad_mean.reshape(shape), grad_var.reshape(shape)
-        grad_h = grad_table = grad_sigma = None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
-        if sigma is not None and ctx.needs_input_grad[2]:
-            assert grad_table is not None
+        grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
+        grad_h = grad_sigma = None
+        if sigma is not None:
             # Means grow with sigma, variances and covariances with its square.
             by_unit = (table * grad_table).sum((0, 2)).view(5, E, -1)
             grad_log_sigma = by_unit[:2].sum(0) + 2 * by_unit[2:].sum(0)
@@ -476,13 +474,11 @@ class ExpectedLogNormal(torch.autograd.Function):
         grad = grad.unsqueeze(-1)
         r = y - f_mean
         weighted = grad * noise_scale.square().reciprocal()
-        grad_y = grad_mean = grad_var = grad_scale = None
+        grad_mean = (weighted * r).sum_to_size(f_mean.shape)
+        grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
+        grad_y = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_y = (-weighted * r).sum_to_size(y.shape)
-        if ctx.needs_input_grad[1]:
-            grad_mean = (weighted * r).sum_to_size(f_mean.shape)
-        if ctx.needs_input_grad[2]:
-            grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
         if ctx.needs_input_grad[3]:
             total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
             grad_scale = total / noise_scale

@@ -40,7 +40,6 @@ def predict(
     row, and rows stream through in chunks, so that memory beyond the result is bounded.
 
     Args:
-        model: the model.
         guide: a guide of this library or any Pyro guide of the model's sites.
         x: inputs, `(N, ...)`, in the dtype of the model.
         method: for classes, "mc" averages probabilities over draws of f, "probit" samples nothing.
