@@ -11,19 +11,14 @@ __all__ = ["Board"]
 
 
 class Board:
-    """Finds the choices of a package by file name; a new file is a new choice.
-
-    Args:
-        package: name of the package.
-        path: its `__path__`.
-    """
+    """Finds the choices of a package by the file names in its path; a new file is a new choice."""
 
     def __init__(self, package: str, path: Iterable[str]):
         self.package = package
         self.path = list(path)
 
     def names(self) -> list[str]:
-        """Names of the choices, sorted; folders, and files with an underscore first, are none."""
+        """The sorted names of the choices: all files but those that start with an underscore."""
         files = [m.name for m in iter_modules(self.path) if not m.ispkg]
         return sorted(name for name in files if not name.startswith("_"))
 

@@ -15,7 +15,7 @@ __all__ = [
     "check_integer",
     "check_last_dim",
     "check_positive",
-    "check_rank",
+    "check_probability",
     "check_shape",
 ]
 
@@ -36,6 +36,12 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be a real number; got {value!r} ({type(value).__name__}).")
     if not (math.isfinite(value) and float(value) > 0):
         raise ValueError(f"`{name}` must be positive and finite; got {value}.")
+
+
+def check_probability(name: str, value: float) -> None:
+    """Raise unless `value` lies strictly between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"`{name}` must lie strictly between 0 and 1; got {value}.")
 
 
 def check_bounds(name: str, bounds: object) -> None:
@@ -71,16 +77,11 @@ def check_floating(name: str, value: object) -> None:
         )
 
 
-def check_rank(name: str, value: Tensor, axes: tuple[str, ...]) -> None:
-    """Raise unless `value` has at least the trailing axes called `axes`."""
-    if value.dim() < len(axes):
-        wanted = ", ".join(["...", *axes])
-        raise ValueError(f"`{name}` must have shape ({wanted}); got {tuple(value.shape)}.")
-
-
-def check_shape(name: str, value: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """Raise unless the trailing dimensions of `value` are `shape`."""
-    if value.dim() < len(shape) or tuple(value.shape[value.dim() - len(shape) :]) != shape:
+def check_shape(name: str, value: Tensor, shape: tuple[int | str, ...], meaning: str) -> None:
+    """Raise unless the trailing dimensions of `value` are `shape`; those with a name are free."""
+    sizes = value.shape[-len(shape) :]
+    fits = [isinstance(want, str) or want == size for want, size in zip(shape, sizes, strict=False)]
+    if len(fits) < len(shape) or not all(fits):
         wanted = ", ".join(["...", *map(str, shape)])
         raise ValueError(
             f"`{name}` must have shape ({wanted}), {meaning}; got {tuple(value.shape)}."

@@ -1,5 +1,6 @@
 """The kernel activation h -> phi(h), densely or through the two nearest nodes."""
 
+import functools
 import math
 import warnings
 from typing import Any, Literal, NamedTuple
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_dak.additive import bridge
-from pyro_dak.additive.factor import dense_inverse_factor
+from pyro_dak.additive.factor import LevelConstants, dense_inverse_factor, level_constants
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.fast import fused
@@ -38,25 +39,24 @@ class LocalConstants(NamedTuple):
     """What the local route needs to know of a grid and a Markov kernel, in one precision.
 
     `levels` and `features` are those of the plain formulas in `bridge`, `intervals` those of
-    `fast.fused`. The maps from z to values at the nodes, `(M, M)`, and from means and variances of
-    z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`) are
-    None on the meta device, which has no sparse products.
+    `fast.fused`. The maps go from z to values at the nodes, `(M, M)`, and from means and variances
+    of z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`).
     """
 
-    levels: list[bridge.LevelConstants]
+    levels: LevelConstants
     features: bridge.FeatureConstants
     intervals: fused.Intervals
-    node_map: fused.LinearMap | None
-    interval_map: fused.LinearMap | None
-    moment_map: fused.LinearMap | None
+    node_map: fused.LinearMap
+    interval_map: fused.LinearMap
+    moment_map: fused.LinearMap
 
 
-class _Base(NamedTuple):
-    """The constants in float64 on the CPU, before they are cast; the matrices are sparse."""
-
-    levels: list[bridge.LevelConstants]
-    features: bridge.FeatureConstants
-    matrices: tuple[Tensor, Tensor, Tensor]
+@functools.lru_cache(maxsize=4)
+def _exact_constants(level: int, delta: float) -> list[Tensor]:
+    """Constants of levels and features, and the matrices, sparse; in float64 on the CPU."""
+    L = bridge.node_factor(level, delta)
+    matrices = (L, fused.interval_matrix(L), fused.node_matrix(L, delta))
+    return [*level_constants(level, delta), *bridge.feature_constants(level, delta), *matrices]
 
 
 class KernelActivation(nn.Module):
@@ -84,30 +84,29 @@ class KernelActivation(nn.Module):
         super().__init__()
         self.grid = grid
         self.kernel = LaplaceKernel() if kernel is None else kernel
-        self.jitter = jitter
         self.num_inducing = grid.num_inducing
         self.delta = grid.spacing / self.kernel.lengthscale
-        self.has_local_route = self.kernel.is_markov
-        self._factor = None
-        if not self.has_local_route:
-            self._factor = dense_inverse_factor(grid, self.kernel, jitter)
-        self._base: _Base | None = None
+        is_markov = self.has_local_route = self.kernel.is_markov
+        self._factor = None if is_markov else dense_inverse_factor(grid, self.kernel, jitter)
         self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
-        self._warn_if_coarse()
+        kept = self.prior_variance_between_nodes()
+        if self.num_inducing > 1 and kept < 0.5:
+            warnings.warn(
+                f"The grid is coarse for the lengthscale: between two nodes (spacing "
+                f"{grid.spacing:.3g}, lengthscale {self.kernel.lengthscale:.3g}) the prior "
+                f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
+                stacklevel=2,
+            )
 
     def extra_repr(self) -> str:
         return f"{self.grid}, {self.kernel}"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the constants: sparse tensors are better made anew than copied."""
-        return {**self.__dict__, "_base": None, "_cache": {}}
+        return {**self.__dict__, "_cache": {}}
 
     def forward(self, h: Tensor) -> Tensor:
-        """phi(h), `(..., N, P, M)`, in the level order of the grid.
-
-        Args:
-            h: inputs of the units, `(..., N, P)`, finite, floating.
-        """
+        """phi(h), `(..., N, P, M)`, in the level order of the grid, for finite h `(..., N, P)`."""
         check_floating("h", h)
         check_finite("h", h)
         return self.features(h)
@@ -139,18 +138,18 @@ class KernelActivation(nn.Module):
     def node_values(self, z: Tensor) -> Tensor:
         """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
         constants = self.local_constants(z)
-        if constants.node_map is None or not constants.node_map.can_run():
-            return bridge.node_values(z, constants.levels)
-        return constants.node_map(z)
+        if constants.node_map.can_run():
+            return constants.node_map(z)
+        return bridge.node_values(z, constants.levels)
 
     def interval_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
-        """Moments of g at the two nodes of every interval, `(..., 5, M + 1, P)`.
+        """The table of `fused.interpolated_moments`, `(..., 5, M + 1, P)`.
 
-        This is the table of `fused.interpolated_moments` for independent weights z `(..., P, M)` in
-        level order.
+        It holds moments of g at the two nodes of every interval, for independent weights z
+        `(..., P, M)` in level order.
         """
         constants = self.local_constants(z_loc)
-        if constants.interval_map is not None and constants.interval_map.can_run():
+        if constants.interval_map.can_run():
             both = torch.cat(torch.broadcast_tensors(z_loc, z_var), -1)
             return constants.interval_map.units_last(both).unflatten(-2, (5, -1))
         mean, var, cov = bridge.node_moments(z_loc, z_var, constants.levels)
@@ -158,23 +157,13 @@ class KernelActivation(nn.Module):
         return torch.stack([*rows, F.pad(2 * cov, (1, 1))], -3).mT
 
     def node_table(self, z_loc: Tensor, z_var: Tensor) -> Tensor:
-        """Moments of g at the sorted nodes, and at one more on either side, `(3, F, P, M + 2)`.
+        """The table of `fast.serving.FixedMoments`, `(3, F, P, M + 2)`.
 
-        This is the table of `fast.serving.FixedMoments` for independent weights z `(F, P, M)` in
-        level order.
+        It holds moments of g at the sorted nodes, and at one more on either side, for independent
+        weights z `(F, P, M)` in level order.
         """
-        constants = self.local_constants(z_loc)
-        if constants.moment_map is not None:
-            return constants.moment_map.parts_first(torch.cat([z_loc, z_var], -1), 3)
-        mean, var, cov = bridge.node_moments(z_loc, z_var, constants.levels)
-        rho = math.exp(-self.delta)
-        first, last = rho * var[..., :1], rho * var[..., -1:]
-        rows = [
-            torch.cat([rho * mean[..., :1], mean, rho * mean[..., -1:]], -1),
-            torch.cat([rho * first, var, rho * last], -1),
-            2 * torch.cat([first, cov, last, rho**2 * last], -1),
-        ]
-        return torch.stack(rows)
+        moment_map = self.local_constants(z_loc).moment_map
+        return moment_map(torch.cat([z_loc, z_var], -1)).unflatten(-1, (3, -1)).movedim(-2, 0)
 
     def combine(self, h: Tensor, weights: Tensor, route: Route = "auto") -> Tensor:
         """sum_p phi(h_p) . weights[c, p], `(..., N, C)`.
@@ -218,59 +207,33 @@ class KernelActivation(nn.Module):
         mean, variance = fused.interpolated_moments(h.mT, table, sigma, intervals)
         return arrange(mean), arrange(variance)
 
-    def stacked_moments(
-        self, h: Tensor, loc: Tensor, var: Tensor, unit_scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def stacked_moments(self, h: Tensor, loc: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """`combine_moments` on the local route for E members, rows last: each `(C, E, N)`.
 
-        Args:
-            h: `(E, P, N)`.
-            loc: means of the weights, `(C, E, P, M)` in level order.
-            var: their variances, like `loc`.
-            unit_scale: sigma, `(E, P)`; by default 1.
+        Here h is `(E, P, N)`, and means and variances of the weights are `(C, E, P, M)`.
         """
         table = self.interval_table(loc.flatten(1, 2), var.flatten(1, 2))
         intervals = self.local_constants(h).intervals
-        return fused.interpolated_moments(h, table, unit_scale, intervals)
+        return fused.interpolated_moments(h, table, None, intervals)
 
     def mean_field_terms(
-        self,
-        h: Tensor,
-        loc: Tensor,
-        log_scale: Tensor,
-        log_unit_scale: Tensor,
-        mu: Tensor,
-        mu_log_scale: Tensor,
+        self, h: Tensor, loc: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Mean and variance of f, and the KL of z and mu from N(0, 1), as one operation.
+        """Mean and variance of f, and the KL of z and mu from N(0, 1).
 
-        The result is None where there is no such operation, or where the dense route is faster.
-
-        Args:
-            h: `(N, P)`.
-            loc: means of the weights, `(C, P, M)` in level order.
-            log_scale: logarithms of their standard deviations, like `loc`.
-            log_unit_scale: logarithms of sigma, `(P,)`.
-            mu: means of the biases, `(C,)`.
-            mu_log_scale: logarithms of their standard deviations, `(C,)`.
+        The arguments are the tensors of `fused.MeanFieldTerms`. The result is None where there is
+        no such operation, or where the dense route is faster.
         """
         if torch.compiler.is_compiling() or h.dim() > 2 or loc.dim() > 3:
             return None
         if not self.has_local_route or dense_is_faster(self.num_inducing, len(loc)):
             return None
         constants = self.local_constants(loc)
-        if constants.interval_map is None:
-            return None
-        weights = (loc, log_scale, log_unit_scale, mu, mu_log_scale)
-        return fused.mean_field_terms(h, *weights, constants.interval_map, constants.intervals)
+        maps = (constants.interval_map, constants.intervals)
+        return fused.MeanFieldTerms.apply(h, loc, *others, *maps)
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
-        """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, without the sum over p.
-
-        Args:
-            h: `(N, P)`.
-            weights: `(C, P, M)` in level order.
-        """
+        """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, for h `(N, P)`; no sum over p."""
         if not self.has_local_route:
             return torch.einsum("npm,cpm->ncp", self.features(h), weights)
         return self._between_nodes(h, weights).permute(2, 0, 1)
@@ -280,11 +243,8 @@ class KernelActivation(nn.Module):
 
         Between two nodes with prior-weighted rows G_j, G_{j+1} of L_U T the variance is
         |w0 G_j + w1 G_{j+1}|^2 = (w0 a + w1 b)^2 + (w1 e)^2 with a = |G_j|, b = G_j . G_{j+1} / a
-        and e = |G_{j+1} - (b / a) G_j|: three numbers per interval, and a sum of squares.
-
-        Args:
-            h: `(N, P)`.
-            scale_tril: T, `(C, P, M, M)` in level order.
+        and e = |G_{j+1} - (b / a) G_j|: three numbers per interval, and a sum of squares. T is
+        `scale_tril`, `(C, P, M, M)` in level order, and h is `(N, P)`.
         """
         if not self.has_local_route:
             return torch.einsum("npm,cpmk->ncpk", self.features(h), scale_tril).square().sum(-1)
@@ -333,30 +293,23 @@ class KernelActivation(nn.Module):
         if key not in self._cache:
             # Constants made in inference mode could not train; those in float64 are on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
-                self._cache[key] = self._cast_constants(*key)
+                self._cache[key] = self._make_constants(*key)
         return self._cache[key]
 
-    def _cast_constants(self, dtype: torch.dtype, device: torch.device) -> LocalConstants:
-        M, level, delta = self.num_inducing, self.grid.level, self.delta
-        if self._base is None:
-            L = bridge.node_factor(level, delta)
-            matrices = (L, fused.interval_matrix(L), fused.node_matrix(L, delta))
-            levels = bridge.level_constants(level, delta)
-            self._base = _Base(levels, bridge.feature_constants(level, delta), matrices)
-        pairs = [(c.to(device, dtype), scale.to(device, dtype)) for c, scale in self._base.levels]
-        count, d, *rest = self._base.features
-        rest = [part.to(device, dtype) for part in rest]
-        low, spacing = self.grid.bounds[0], self.grid.spacing
-        maps: list[Any] = [None, None, None]
-        if device.type != "meta":
-            is_dense = M <= _MAX_DENSE_NODES
-            cast = [matrix.to(device, dtype) for matrix in self._base.matrices]
-            maps = [fused.LinearMap(matrix, is_dense) for matrix in cast]
+    def _make_constants(self, dtype: torch.dtype, device: torch.device) -> LocalConstants:
+        exact = _exact_constants(self.grid.level, self.delta)
+        dtypes = [dtype if part.is_floating_point() else part.dtype for part in exact]
+        is_meta = device.type == "meta"  # it has no sparse tensors, and dense ones take no memory
+        if is_meta:
+            exact = [torch.empty(part.shape, device=device) for part in exact]
+        cast = [part.to(device, own) for part, own in zip(exact, dtypes, strict=True)]
+        M, low, spacing = self.num_inducing, self.grid.bounds[0], self.grid.spacing
+        is_dense = is_meta or M <= _MAX_DENSE_NODES
         return LocalConstants(
-            [bridge.LevelConstants(*pair) for pair in pairs],
-            bridge.FeatureConstants(count.to(device), d.to(device), *rest),
-            fused.intervals_of_grid(M, low, spacing, delta, dtype, device),
-            *maps,
+            LevelConstants(*cast[:2]),
+            bridge.FeatureConstants(*cast[2:7]),
+            fused.intervals_of_grid(M, low, spacing, self.delta, dtype, device),
+            *[fused.LinearMap(matrix, is_dense) for matrix in cast[7:]],
         )
 
     def _between_nodes(self, h: Tensor, weights: Tensor) -> Tensor:
@@ -373,16 +326,6 @@ class KernelActivation(nn.Module):
 
     def _coordinates(self, h: Tensor) -> Tensor:
         return (h - self.grid.bounds[0]) / self.grid.spacing
-
-    def _warn_if_coarse(self) -> None:
-        kept = self.prior_variance_between_nodes()
-        if self.num_inducing > 1 and kept < 0.5:
-            warnings.warn(
-                f"The grid is coarse for the lengthscale: between two nodes (spacing "
-                f"{self.grid.spacing:.3g}, lengthscale {self.kernel.lengthscale:.3g}) the prior "
-                f"keeps only {kept:.0%} of its variance. Raise `level` or the lengthscale.",
-                stacklevel=3,
-            )
 
 
 def _pick(table: Tensor, index: Tensor) -> Tensor:

@@ -24,17 +24,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pyro_dak.additive.factor import level_coefficients
+from pyro_dak.additive.factor import LevelConstants, level_coefficients
 
 __all__ = [
     "FeatureConstants",
     "Interval",
-    "LevelConstants",
-    "NodeMoments",
     "bridge_variance",
     "bridge_weights",
     "feature_constants",
-    "level_constants",
     "level_features",
     "locate",
     "node_factor",
@@ -56,37 +53,10 @@ class Interval(NamedTuple):
     norm: Float[Tensor, "..."]
 
 
-class NodeMoments(NamedTuple):
-    """At the sorted nodes: mean and variance `(..., M)`, covariance of neighbours `(..., M-1)`."""
-
-    mean: Float[Tensor, "*batch m"]
-    var: Float[Tensor, "*batch m"]
-    cov: Float[Tensor, "*batch m_minus_1"]
-
-
-class LevelConstants(NamedTuple):
-    """Per point of one level, `(2^(l-1),)`: coefficient of the neighbours and scale of z."""
-
-    c: Float[Tensor, " n"]
-    scale: Float[Tensor, " n"]
-
-
-def level_constants(level: int, delta: float) -> list[LevelConstants]:
-    """Coefficients of levels 1 to `level`, in float64.
-
-    Args:
-        level: L of the grid.
-        delta: spacing of the grid over the lengthscale.
-    """
-    constants = []
-    for current in range(1, level + 1):
-        values = level_coefficients(current, delta * 2 ** (level - current))
-        n = 2 ** (current - 1)
-        c = torch.full((n,), values[0], dtype=torch.float64)
-        scale = torch.full((n,), values[1], dtype=torch.float64)
-        c[[0, -1]], scale[[0, -1]] = values[2], values[3]
-        constants.append(LevelConstants(c, scale))
-    return constants
+def _levels(num_inducing: int) -> list[slice]:
+    """Where the points of each level are in level order, from the coarsest to the finest."""
+    starts = [2**k - 1 for k in range(num_inducing.bit_length())]
+    return [slice(start, 2 * start + 1) for start in starts]
 
 
 def _interleave(new: Tensor, old: Tensor) -> Tensor:
@@ -96,16 +66,16 @@ def _interleave(new: Tensor, old: Tensor) -> Tensor:
 
 
 def node_values(
-    z: Float[Tensor, "*batch m"], constants: list[LevelConstants]
+    z: Float[Tensor, "*batch m"], constants: LevelConstants
 ) -> Float[Tensor, "*batch m"]:
     """g(U) = L_U z at the sorted nodes, `(..., M)`, from z in level order; O(M), coarse to fine.
 
     A point is c (g_left + g_right) + scale z, with a neighbour that does not exist counted as zero.
     """
     g = z[..., :0]
-    for c, scale in constants:
-        n = len(c)
-        new = scale * z[..., n - 1 : 2 * n - 1] + c * (F.pad(g, (1, 0)) + F.pad(g, (0, 1)))
+    for points in _levels(z.shape[-1]):
+        around = F.pad(g, (1, 0)) + F.pad(g, (0, 1))
+        new = constants.scale[points] * z[..., points] + constants.c[points] * around
         g = _interleave(new, g)
     return g
 
@@ -113,10 +83,11 @@ def node_values(
 def node_moments(
     z_loc: Float[Tensor, "*batch m"],
     z_var: Float[Tensor, "*batch m"],
-    constants: list[LevelConstants],
-) -> NodeMoments:
+    constants: LevelConstants,
+) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch m"], Float[Tensor, "*batch k"]]:
     """Moments of g(U) = L_U z at the sorted nodes for independent z; O(M), coarse to fine.
 
+    These are mean and variance `(..., M)`, and the covariance of neighbours `(..., M-1)`.
     With neighbours l, r of a new point (level order in, sorted order out):
 
         var = c^2 (var_l + var_r + 2 cov_lr) + scale^2 z_var,
@@ -126,10 +97,10 @@ def node_moments(
     """
     mean = node_values(z_loc, constants)
     var, cov = z_var[..., :0], z_var[..., :0]
-    for c, scale in constants:
-        n = len(c)
-        z_var_new = scale.square() * z_var[..., n - 1 : 2 * n - 1]
-        if n == 1:
+    for points in _levels(z_var.shape[-1]):
+        c = constants.c[points]
+        z_var_new = constants.scale[points].square() * z_var[..., points]
+        if len(c) == 1:
             var = z_var_new
             continue
         cov_lr = F.pad(cov, (1, 1))  # (..., n), zero where a neighbour is missing
@@ -137,7 +108,7 @@ def node_moments(
         to_right = F.pad(var, (0, 1)) + cov_lr
         cov = (c.unsqueeze(-1) * torch.stack([to_left, to_right], -1)).flatten(-2)[..., 1:-1]
         var = _interleave(c.square() * (to_left + to_right) + z_var_new, var)
-    return NodeMoments(mean, var, cov)
+    return mean, var, cov
 
 
 def locate(x: Float[Tensor, "*shape"], num_inducing: int, delta: float) -> Interval:

@@ -1,6 +1,7 @@
 """The inverse Cholesky factor L_U^{-T}: O(M) for Markov kernels, dense for any kernel."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -9,20 +10,16 @@ from torch import Tensor
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
 
-__all__ = ["dense_inverse_factor", "level_coefficients", "sparse_inverse_factor"]
+__all__ = [
+    "LevelConstants",
+    "dense_inverse_factor",
+    "level_coefficients",
+    "level_constants",
+    "sparse_inverse_factor",
+]
 
 
-def _require_markov(kernel: Kernel) -> None:
-    if not kernel.is_markov:
-        raise ValueError(
-            f"`kernel` must be Markov for the sparse factor and the local route; "
-            f"got {type(kernel).__name__}. Use LaplaceKernel, or the dense route."
-        )
-
-
-def level_coefficients(
-    level: int, spacing_in_lengthscales: float
-) -> tuple[float, float, float, float]:
+def level_coefficients(level: int, delta: float) -> tuple[float, float, float, float]:
     """Regression of a level's points on their coarser neighbours: `(c, scale, c_edge, scale_edge)`.
 
     With both neighbours at distance d and delta = d / t, the Ornstein-Uhlenbeck bridge gives
@@ -34,17 +31,31 @@ def level_coefficients(
     scale_edge^2 = 1 - exp(-2 delta). This is the solution of the 3 x 3 system of the paper's
     Algorithm 1, written so that nothing overflows and nothing cancels. At level 1 the one point
     has no neighbour and `g = z`.
-
-    Args:
-        level: level of the points, counted from 1.
-        spacing_in_lengthscales: delta, the distance of a point to its neighbours over t.
     """
     if level == 1:
         return 0.0, 1.0, 0.0, 1.0
-    delta = spacing_in_lengthscales
     c_edge = math.exp(-delta)
     c = c_edge / (1 + math.exp(-2 * delta))
     return c, math.sqrt(math.tanh(delta)), c_edge, math.sqrt(-math.expm1(-2 * delta))
+
+
+class LevelConstants(NamedTuple):
+    """Per point in level order, `(M,)`: coefficient of the neighbours and scale of z."""
+
+    c: Float[Tensor, " m"]
+    scale: Float[Tensor, " m"]
+
+
+def level_constants(level: int, delta: float) -> LevelConstants:
+    """Coefficients of all points of a grid with spacing `delta` t, in float64."""
+    levels = []
+    for current in range(1, level + 1):
+        coefficients = level_coefficients(current, delta * 2 ** (level - current))
+        inner, edge = torch.tensor(coefficients, dtype=torch.float64).view(2, 2, 1)
+        values = inner.repeat(1, 2 ** (current - 1))
+        values[:, [0, -1]] = edge
+        levels.append(values)
+    return LevelConstants(*torch.cat(levels, 1))
 
 
 def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m m"]:
@@ -53,25 +64,20 @@ def sparse_inverse_factor(grid: DyadicGrid, kernel: Kernel) -> Float[Tensor, "m 
     Column m holds 1/scale at (m, m) and -c/scale at m's neighbours (paper, Algorithm 1),
     because z_m = (g_m - c g_left - c g_right) / scale: at most three non-zeros a column.
     """
-    _require_markov(kernel)
+    if not kernel.is_markov:
+        raise ValueError(
+            f"`kernel` must be Markov for the sparse factor; got {type(kernel).__name__}. "
+            "Use LaplaceKernel, or the dense factor."
+        )
     M = grid.num_inducing
-    scale, c = torch.empty(M, dtype=torch.float64), torch.empty(M, dtype=torch.float64)
-    for level in range(1, grid.level + 1):
-        delta = grid.spacing * 2 ** (grid.level - level) / kernel.lengthscale
-        points = slice(2 ** (level - 1) - 1, 2**level - 1)
-        ends = [2 ** (level - 1) - 1, 2**level - 2]
-        c[points], scale[points], c[ends], scale[ends] = level_coefficients(level, delta)
-    mid = torch.arange(M)
-    rows, columns, values = [mid], [mid], [1 / scale]
-    for side in grid.neighbours:
-        has = side >= 0
-        rows.append(side[has])
-        columns.append(mid[has])
-        values.append((-c / scale)[has])
-    indices = torch.stack([torch.cat(rows), torch.cat(columns)])
-    return torch.sparse_coo_tensor(
-        indices, torch.cat(values), (M, M), is_coalesced=False, check_invariants=True
-    ).coalesce()
+    c, scale = level_constants(grid.level, grid.spacing / kernel.lengthscale)
+    rows = torch.cat([torch.arange(M), *grid.neighbours])
+    columns = torch.arange(M).repeat(3)
+    values = torch.cat([1 / scale, -c / scale, -c / scale])
+    exists = rows >= 0
+    indices = torch.stack([rows, columns])[:, exists]
+    factor = torch.sparse_coo_tensor(indices, values[exists], (M, M), check_invariants=True)
+    return factor.coalesce()
 
 
 def dense_inverse_factor(

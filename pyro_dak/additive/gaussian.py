@@ -13,7 +13,6 @@ from pyro_dak.validation import (
     check_finite,
     check_floating,
     check_last_dim,
-    check_rank,
     check_shape,
 )
 
@@ -45,12 +44,6 @@ class FunctionMoments(NamedTuple):
     mean: Tensor
     var: Tensor
     root: Tensor | None = None
-
-    def covariance(self, a: slice, b: slice) -> Tensor | float:
-        """Covariance of functions a with functions b, pairwise; a and b are disjoint."""
-        if self.root is None:
-            return 0.0
-        return (self.root[..., a] * self.root[..., b]).sum(0)
 
 
 def sample_marginals(
@@ -89,7 +82,6 @@ def mean_field_moments(
         E f = sum_p sigma_p phi_p . m_p + m_mu,   Var f = sum_p sigma_p^2 phi_p^2 . s_p^2 + s_mu^2
 
     Args:
-        activation: phi.
         h: inputs of the units, `(..., N, P)`.
         z_loc: means of the weights, `(..., C, P, M)`.
         z_scale: their standard deviations, like `z_loc`.
@@ -99,11 +91,11 @@ def mean_field_moments(
         route: "dense", "local", or "auto" for the faster one.
     """
     check_floating("h", h)
-    check_rank("h", h, ("N", "P"))
-    check_rank("z_loc", z_loc, ("C", "P", "M"))
+    check_shape("h", h, ("N", "P"), "rows x units")
+    M = activation.num_inducing
+    check_shape("z_loc", z_loc, ("C", "P", M), "outputs x units x inducing points")
     P = z_loc.shape[-2]
     check_last_dim("h", h, P, "one per additive unit", f"Set `num_units={h.shape[-1]}` or embed.")
-    check_shape("z_loc", z_loc, (P, activation.num_inducing), "units x inducing points")
     check_shape("z_scale", z_scale, tuple(z_loc.shape[-3:]), "like `z_loc`")
     check_shape("unit_scale", unit_scale, (P,), "one per unit")
     check_finite("h", h)
@@ -123,7 +115,7 @@ def expected_log_normal(
     or one per output, `(C,)`.
     """
     if not torch.compiler.is_compiling():
-        return fused.expected_log_normal(y, f_mean, f_var, noise_scale)
+        return fused.ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
     squares = (y - f_mean).square() + f_var
     return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares / noise_scale.square()).sum(-1)
 
@@ -148,14 +140,13 @@ def expected_log_heteroscedastic(
 
 def _var_of_shifted(a: Tensor, moments: FunctionMoments) -> Tensor:
     """Var(f_c - a^T f) of each function, `(..., N, F)`: of its own part and of the shared one."""
-    own = moments.var
-    if moments.root is not None:
-        own = (own - moments.root.square().sum(0)).clamp(min=0)
+    own, root = moments.var, moments.root
+    if root is not None:
+        own = (own - root.square().sum(0)).clamp(min=0)
     var = (1 - 2 * a) * own + (a.square() * own).sum(-1, keepdim=True)
-    if moments.root is not None:
-        shifted = moments.root - (a * moments.root).sum(-1, keepdim=True)  # (R, ..., N, F)
-        var = var + shifted.square().sum(0)
-    return var
+    if root is None:
+        return var
+    return var + (root - (a * root).sum(-1, keepdim=True)).square().sum(0)
 
 
 def log_normalizer_bound(moments: FunctionMoments, num_steps: int = 3) -> Float[Tensor, "*batch n"]:
@@ -169,12 +160,8 @@ def log_normalizer_bound(moments: FunctionMoments, num_steps: int = 3) -> Float[
     (Knowles and Minka, 2011). a = 0 is Jensen's inequality alone. B is convex, with gradient
     V (a - s), s the softmax of the exponents, and Hessian V + V (diag(s) - s s^T) V, at most
     (1 + t / 2) V for any t above the eigenvalues of V, since diag(s) - s s^T is at most I / 2.
-    Steps a + (s - a) / (1 + t / 2) from a = 0 therefore never loosen the bound. Gradients are
-    those of B at the a that was found: where B is least, its derivative in a is zero.
-
-    Args:
-        moments: m and V.
-        num_steps: how often a is improved.
+    The `num_steps` steps a + (s - a) / (1 + t / 2) from a = 0 therefore never loosen the bound.
+    Gradients are those of B at the a that was found: where B is least, its derivative in a is zero.
     """
     with torch.no_grad():
         largest = moments.var.amax(-1, keepdim=True)
@@ -223,13 +210,8 @@ def kl_tril(
 ) -> Float[Tensor, ""]:
     """KL of N(loc, T T^T) from independent normals, summed over blocks, a scalar.
 
-    Block-diagonal covariances are a batch of blocks; one block is the full covariance.
-
-    Args:
-        loc: means.
-        scale_tril: lower Cholesky factors T with positive diagonal.
-        prior_loc: means of the prior, broadcast to `loc`.
-        prior_scale: standard deviations of the prior, broadcast to `loc`.
+    Block-diagonal covariances are a batch of blocks; one block is the full covariance. The diagonal
+    of T is positive, and the prior broadcasts to `loc`.
     """
     prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).expand_as(loc)
     trace = (scale_tril / prior_scale.unsqueeze(-1)).square().sum()
@@ -250,11 +232,8 @@ def kl_low_rank(
     The determinant lemma gives log det = sum log scale^2 + log det(I + F^T diag(scale^-2) F).
     """
     whitened = factor / scale.unsqueeze(-1)  # (k, rank)
-    capacitance = whitened.mT @ whitened
-    capacitance = capacitance + torch.eye(
-        factor.shape[-1], dtype=factor.dtype, device=factor.device
-    )
-    log_det = torch.linalg.cholesky(capacitance).diagonal().log().sum()
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    log_det = torch.linalg.cholesky(whitened.mT @ whitened + eye).diagonal().log().sum()
     prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).expand_as(loc)
     spread = (factor / prior_scale.unsqueeze(-1)).square().sum()
     return kl_diagonal(loc, scale, prior_loc, prior_scale) + 0.5 * spread - log_det

@@ -25,7 +25,7 @@ class DyadicGrid:
     in float64 or int64 on the CPU. The bounds themselves are not points of the grid.
 
     Args:
-        level: L >= 1.
+        level: L, from 1 to 20.
         bounds: (low, high), finite, low < high.
     """
 
@@ -54,17 +54,14 @@ class DyadicGrid:
 
         Point m lies at `low + spacing * position[m]`.
         """
-        levels = [
-            torch.arange(1, 2**level, 2) * 2 ** (self.level - level)
-            for level in range(1, self.level + 1)
-        ]
-        return torch.cat(levels)
+        steps = [2**k for k in range(self.level)]  # of the finest level to the coarsest
+        return torch.cat([torch.arange(step, 2**self.level, 2 * step) for step in reversed(steps)])
 
     @cached_property
     def point_level(self) -> Tensor:
         """Level at which each point enters, `(M,)`, from 1 to `level`."""
-        sizes = torch.tensor([2 ** (level - 1) for level in range(1, self.level + 1)])
-        return torch.repeat_interleave(torch.arange(1, self.level + 1), sizes)
+        levels = torch.arange(1, self.level + 1)
+        return torch.repeat_interleave(levels, 2 ** (levels - 1))
 
     @cached_property
     def inducing_points(self) -> Tensor:
@@ -80,11 +77,6 @@ class DyadicGrid:
     def sort_order(self) -> Tensor:
         """Indices with `inducing_points[sort_order]` increasing, `(M,)`."""
         return torch.argsort(self.position)
-
-    @property
-    def level_order(self) -> Tensor:
-        """Inverse of `sort_order`: `sorted_points[level_order]` is `inducing_points`, `(M,)`."""
-        return self.position - 1
 
     @cached_property
     def neighbours(self) -> tuple[Tensor, Tensor]:

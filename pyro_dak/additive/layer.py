@@ -26,14 +26,9 @@ class Weights(NamedTuple):
 class AdditiveLayer(nn.Module):
     """f_c(h) = sum_p sigma_p (phi(h_p) . z[c, p] + r(h_p) linear[c, p]) + mu[c] (paper, eq. 8).
 
-    The linear term is optional; r maps the bounds of the grid to [-1, 1]. sigma starts at
-    1 / sqrt(P), so that f has unit prior variance whatever P is.
-
-    Args:
-        activation: phi.
-        num_units: P.
-        num_functions: F.
-        linear_term: whether each unit has a Bayesian linear term.
+    Here p counts `num_units` units and c counts `num_functions` functions. The linear term is
+    optional; r maps the bounds of the grid to [-1, 1]. sigma starts at 1 / sqrt(P), so that f has
+    unit prior variance whatever P is.
     """
 
     def __init__(
@@ -58,8 +53,7 @@ class AdditiveLayer(nn.Module):
     @property
     def num_weights(self) -> int:
         """Weights of one function: bias, linear terms, kernel weights."""
-        num_linear = self.num_units if self.linear_term else 0
-        return 1 + num_linear + self.num_units * self.activation.num_inducing
+        return 1 + self.num_units * (self.linear_term + self.activation.num_inducing)
 
     def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
         """f, `(..., N, F)`.
@@ -69,9 +63,11 @@ class AdditiveLayer(nn.Module):
             weights: z, mu and linear, with any batch in front.
             shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
         """
-        z, mu, linear = self._scaled(weights, shrinkage)
-        f = self.activation.combine(h, z) + mu.unsqueeze(-2)
-        return f if linear is None else f + self.linear_inputs(h) @ linear.mT
+        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
+        sigma = sigma.unsqueeze(-2)  # (..., 1, P)
+        z, mu, linear = weights
+        f = self.activation.combine(h, z * sigma.unsqueeze(-1)) + mu.unsqueeze(-2)
+        return f if linear is None else f + self.linear_inputs(h) @ (linear * sigma).mT
 
     def moments(self, h: Tensor, loc: Weights, scale: Weights) -> FunctionMoments:
         """Moments of f for independent weights with these means and deviations (paper, eq. 17).
@@ -109,10 +105,8 @@ class AdditiveLayer(nn.Module):
     def component_variances(self, h: Tensor, z_root: Tensor, linear_root: Tensor | None) -> Tensor:
         """Variances of those shares, `(N, F, P)`, from roots of the covariances of each unit.
 
-        Args:
-            h: `(N, P)`.
-            z_root: `(F, P, M, K)`; z[c, p] has covariance R R^T.
-            linear_root: `(F, P, K)` over the same columns, or None.
+        z[c, p] has covariance R R^T, with R in `z_root`, `(F, P, M, K)`; `linear_root` is
+        `(F, P, K)` over the same columns.
         """
         if linear_root is None:
             return self.unit_scale.square() * self.activation.unit_block_variances(h, z_root)
@@ -132,12 +126,6 @@ class AdditiveLayer(nn.Module):
     def split(self, flat: Tensor) -> Weights:
         """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""
         P, M = self.num_units, self.activation.num_inducing
-        linear_end = 1 + (P if self.linear_term else 0)
-        linear = flat[..., 1:linear_end] if self.linear_term else None
-        return Weights(flat[..., linear_end:].unflatten(-1, (P, M)), flat[..., 0], linear)
-
-    def _scaled(self, weights: Weights, shrinkage: Tensor | None) -> Weights:
-        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
-        z, mu, linear = weights
-        z = z * sigma.unsqueeze(-2).unsqueeze(-1)  # (..., 1, P, 1)
-        return Weights(z, mu, None if linear is None else linear * sigma.unsqueeze(-2))
+        mu, linear, z = flat.split((1, self.num_weights - 1 - P * M, P * M), -1)
+        z = z.unflatten(-1, (P, M))
+        return Weights(z, mu.squeeze(-1), linear if self.linear_term else None)

@@ -28,14 +28,10 @@ def log_expectation(
 
     Gauss-Hermite quadrature around the mode of the integrand, found by Newton's method with steps
     of at most a few standard deviations, with the curvature there: exact where a sharp likelihood
-    would fall between nodes that are spread over q(f).
-
-    Args:
-        log_prob_fn: the logarithm of the integrand.
-        slope_and_curvature_fn: its first and (negative) second derivative.
-        mean: of q(f).
-        var: of q(f), positive.
+    would fall between nodes that are spread over q(f). `slope_and_curvature_fn` gives the first and
+    the (negative) second derivative of `log_prob_fn`.
     """
+    var = var.clamp(min=torch.finfo(var.dtype).tiny)
     mode = mean.clone()
     for _ in range(50):
         slope, curvature = slope_and_curvature_fn(mode)

@@ -31,13 +31,9 @@ __all__ = [
 class Scaling(nn.Module):
     """An affine map per unit, `(..., N, P)` to `(..., N, P)`, from two statistics `(P,)` each.
 
-    Subclasses say how the statistics come from a batch and how the map comes from them.
-
-    Args:
-        num_units: P.
-        bounds: bounds of the grid.
-        momentum: weight of a new batch in the running statistics. The first batches are averaged
-            with weight 1/t instead, so that the start leaves no trace.
+    Subclasses say how the statistics come from a batch and how the map comes from them. Here the
+    map is the identity. `momentum` is the weight of a new batch in the running statistics; the
+    first batches are averaged with weight 1/t instead, so that the start leaves no trace.
     """
 
     first: Tensor
@@ -76,7 +72,7 @@ class Scaling(nn.Module):
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Gain and shift, `(P,)` each, of the map that these statistics define."""
-        raise NotImplementedError
+        return torch.ones_like(first), torch.zeros_like(first)
 
     def apply_map(self, h: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """The map that these statistics define, applied to h."""
@@ -85,18 +81,13 @@ class Scaling(nn.Module):
 
     def spread(self) -> Tensor:
         """Width of each unit's inputs as seen in training, `(P,)`."""
-        raise NotImplementedError
-
-    def dead_units(self) -> list[int]:
-        """Units whose inputs did not vary in training: their function is a constant."""
-        spread = self.spread()
-        if spread.is_meta:
-            return []
-        return torch.nonzero(spread <= 1e-6 * spread.max().clamp(min=1e-6)).flatten().tolist()
+        return torch.ones_like(self.first)
 
     def warn_if_dead(self) -> None:
-        """Warn about units that do not vary."""
-        dead = self.dead_units()
+        """Warn about units whose inputs did not vary in training: their function is a constant."""
+        spread = self.spread()
+        is_dead = spread <= 1e-6 * spread.max().clamp(min=1e-6)
+        dead = [] if spread.is_meta else is_dead.nonzero().flatten().tolist()
         if dead:
             warnings.warn(
                 f"{len(dead)} of {self.num_units} units are dead: their inputs do not vary over "
@@ -112,12 +103,7 @@ class Scaling(nn.Module):
 class Standardize(Scaling):
     """The mean goes to the middle of the bounds, `num_std` standard deviations to either bound.
 
-    Args:
-        num_units: P.
-        bounds: bounds of the grid.
-        momentum: weight of a new batch in the running statistics.
-        num_std: standard deviations between the middle and a bound.
-        eps: added to the variance, so that a constant unit maps to the middle.
+    `eps` is added to the variance, so that a constant unit maps to the middle.
     """
 
     def __init__(
@@ -150,9 +136,9 @@ class Standardize(Scaling):
             var, mean = torch.var_mean(rows, 0, correction=0)
             return mean, var
         count = rows.new_full((1,), len(rows))
-        totals = _sum_over_processes(torch.cat([rows.sum(0), count]))
+        totals = _Sum.apply(torch.cat([rows.sum(0), count]))
         mean = totals[:-1] / totals[-1]
-        squares = _sum_over_processes((rows - mean).square().sum(0))
+        squares = _Sum.apply((rows - mean).square().sum(0))
         return mean, squares / totals[-1]
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,21 +154,12 @@ class MinMax(Scaling):
     """The minimum of each unit goes to the lower bound, its maximum to the upper.
 
     The paper takes one minimum and maximum of all units, and at test time those of the last batch;
-    here each unit has its own, and running ones serve in eval mode.
-
-    Args:
-        num_units: P.
-        bounds: bounds of the grid.
-        momentum: weight of a new batch's extremes in the running ones.
-        eps: least width between minimum and maximum.
+    here each unit has its own, and running ones serve in eval mode. `eps` is the least width
+    between minimum and maximum.
     """
 
     def __init__(
-        self,
-        num_units: int,
-        bounds: tuple[float, float],
-        momentum: float = 0.1,
-        eps: float = 1e-6,
+        self, num_units: int, bounds: tuple[float, float], momentum: float = 0.1, eps: float = 1e-6
     ):
         super().__init__(num_units, bounds, momentum)
         self.eps = eps
@@ -210,12 +187,6 @@ class NoScaling(Scaling):
     def forward(self, h: Tensor) -> Tensor:
         return h
 
-    def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones_like(first), torch.zeros_like(first)
-
-    def spread(self) -> Tensor:
-        return torch.ones_like(self.first)
-
 
 SCALINGS: dict[str, type[Scaling]] = {
     "minmax": MinMax,
@@ -236,24 +207,16 @@ def update_running(
 ) -> None:
     """Move running statistics `(..., P)` towards those of a batch, and count the batch, in place.
 
-    Args:
-        running: the running statistics.
-        batch: the same statistics of a batch.
-        num_batches: the number of batches seen before, `(...,)`.
-        momentum: the least weight of a batch; batch t has weight 1/t if that is more.
+    Batch t, after the `num_batches`, `(...,)`, before it, has weight 1/t, or `momentum` if that is
+    more.
     """
     weight = num_batches.add_(1).reciprocal().clamp_(min=momentum).unsqueeze(-1)
     for average, value in zip(running, batch, strict=True):
         average.lerp_(value, weight.to(value.dtype))
 
 
-def _sum_over_processes(value: Tensor) -> Tensor:
-    """Sum over the processes, with its gradient."""
-    return _Sum.apply(value)
-
-
 class _Sum(torch.autograd.Function):
-    """Every process gets the sum, so the gradient of a part is the sum of all gradients."""
+    """The sum over the processes, which all get, so that its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -19,11 +19,7 @@ class Compiled:
     """A function of a tensor and other arguments, compiled at its first call.
 
     Where the compiler fails and the function itself does not, a warning says so once, and all
-    further calls run the function itself.
-
-    Args:
-        function: the function.
-        options: options of `torch.compile`.
+    further calls run the function itself. The options are those of `torch.compile`.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):

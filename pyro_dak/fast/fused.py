@@ -8,8 +8,7 @@ all of it. Each function here has a plain twin in `additive`, which a test holds
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 __all__ = [
+    "ExpectedLogNormal",
     "Intervals",
     "LinearMap",
-    "expected_log_normal",
+    "MeanFieldTerms",
     "interpolated_moments",
     "interval_matrix",
     "intervals_of_grid",
-    "mean_field_terms",
     "node_matrix",
     "sinh_ratio",
     "stack_batches",
@@ -74,16 +73,16 @@ def intervals_of_grid(
 ) -> Intervals:
     """The intervals of a grid, computed in float64 and then cast."""
     square = 4 * math.exp(-2 * delta) / math.expm1(-2 * delta) ** 2
-    coefficients = _sinh_coefficients(delta, torch.finfo(dtype).eps)
-    scalars = torch.tensor([low, spacing, delta / spacing, 1, 0, -1, 1], dtype=torch.float64)
-    low_, spacing_, slope, *_ = scalars.to(device, dtype).unbind()
     squares = torch.full((num_nodes + 1,), square, dtype=torch.float64)
     squares[[0, -1]] = 0
-    ends, signs = scalars[3:].to(device, dtype).view(2, 2, 1, 1, 1)
-    series = torch.tensor(coefficients, dtype=torch.float64).to(device, dtype).unbind()
+    coefficients = _sinh_coefficients(delta, torch.finfo(dtype).eps)
+    numbers = [low, spacing, delta / spacing, 1, 0, -1, 1, *coefficients]
+    cast = torch.tensor(numbers, dtype=torch.float64).to(device, dtype)
+    low_, spacing_, slope = cast[:3]
+    ends, signs = cast[3:7].view(2, 2, 1, 1, 1)
     last = coefficients[-1] if coefficients else math.nan
-    squares = squares.to(device, dtype)
-    return Intervals(low_, spacing_, slope, squares, ends, signs, series, last, delta, num_nodes)
+    constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last)
+    return Intervals(low_, spacing_, slope, *constants, delta, num_nodes)
 
 
 def _sinh_coefficients(delta: float, eps: float) -> list[float]:
@@ -91,24 +90,17 @@ def _sinh_coefficients(delta: float, eps: float) -> list[float]:
 
     c_k = delta^(2 k + 1) / ((2 k + 1)! sinh(delta)). They are positive and sum to 1, so nothing
     cancels. In float32 three of them are enough for M = 7 on one lengthscale and two for M = 63,
-    which costs a fraction of expm1. For delta > 1 there would be too many, and the list is empty.
+    which costs a fraction of expm1. There are at least two. For delta > 1 there would be too many,
+    and the list is empty.
     """
     if delta > 1:
         return []
     coefficients, c, k = [], delta / math.sinh(delta), 0
-    while c > eps / 8:
+    while c > eps / 8 or k < 2:
         coefficients.append(c)
         k += 1
         c *= delta**2 / (2 * k * (2 * k + 1))
     return coefficients
-
-
-@contextmanager
-def _without_beta_warning() -> Iterator[None]:
-    """Silence torch's remark that its compressed sparse rows are a beta feature."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        yield
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -125,20 +117,19 @@ class _SparseProduct(torch.autograd.Function):
 
 
 class LinearMap:
-    """A constant linear map A, `(R, M)`, of the last axis of a tensor; dense if M is small.
+    """A constant linear map A of the last axis of a tensor, made from a sparse COO `(R, M)`.
 
-    Args:
-        matrix: sparse COO `(R, M)`.
-        is_dense: whether to multiply densely.
+    The product is dense, or one with compressed rows.
     """
 
     def __init__(self, matrix: Tensor, is_dense: bool):
         self.is_dense = is_dense
-        self.transposed: Tensor | None = None
         if is_dense:
             self.matrix = matrix.to_dense()
+            self.transposed = self.matrix.mT
             return
-        with _without_beta_warning():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             self.matrix = matrix.to_sparse_csr()
             self.transposed = matrix.mT.to_sparse_csr()
 
@@ -152,27 +143,18 @@ class LinearMap:
 
     def units_last(self, z: Tensor) -> Tensor:
         """`(..., P, M)` to `(..., R, P)`."""
-        columns = self._columns(z)
-        if z.dim() == 3 and len(z) == 1:
-            return columns.unsqueeze(0)
-        return columns.reshape(-1, *z.shape[:-1]).movedim(0, -2)
-
-    def parts_first(self, z: Tensor, num_parts: int) -> Tensor:
-        """`(F, P, M)` to `(num_parts, F, P, R / num_parts)`."""
-        parts = self._columns(z).view(num_parts, -1, z.shape[0] * z.shape[1])
-        return parts.mT.reshape(num_parts, *z.shape[:2], -1)
+        return self._columns(z).reshape(-1, *z.shape[:-1]).movedim(0, -2)
 
     def transpose(self, grad: Tensor) -> Tensor:
         """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
         F, R, P = grad.shape
         flat = grad.transpose(0, 1).reshape(R, F * P)
-        product = self.matrix.mT @ flat if self.transposed is None else self.transposed @ flat
-        return product.mT.view(F, P, -1)
+        return (self.transposed @ flat).mT.view(F, P, -1)
 
     def _columns(self, z: Tensor) -> Tensor:
         """A times the transpose of z with all but its last axis as one, `(R, K)`."""
         flat = z.reshape(-1, z.shape[-1]).mT
-        if self.transposed is None:
+        if self.is_dense:
             return self.matrix @ flat
         return _SparseProduct.apply(flat, self.matrix, self.transposed)
 
@@ -182,14 +164,11 @@ def interval_matrix(L: Float[Tensor, "m m"]) -> Float[Tensor, "five_m_plus_5 two
 
     Row blocks: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
     variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
-    exist, have zeros.
-
-    Args:
-        L: L_U with sorted rows, sparse: row j - 1 maps z to g at node j. It has O(M log M)
-            non-zeros, and so has the result.
+    exist, have zeros. L is L_U with sorted rows, sparse: row j - 1 maps z to g at node j. It has
+    O(M log M) non-zeros, and so has the result.
     """
-    num_rows = len(L) + 1
-    left, right = (_moved_down(L, offset, num_rows) for offset in (1, 0))
+    outside = torch.zeros_like(L.index_select(0, torch.tensor([0])))
+    left, right = torch.cat([outside, L]).coalesce(), torch.cat([L, outside]).coalesce()
     return _side_by_side([left, right], [left * left, right * right, 2 * (left * right)])
 
 
@@ -199,38 +178,17 @@ def node_matrix(L: Float[Tensor, "m m"], delta: float) -> Float[Tensor, "three_m
     Row blocks: the means of nodes 0 to M + 1, their variances, and twice the covariance of each
     with the next node. Nodes outside the grid continue the process where nothing more is known:
     each is exp(-delta) times its neighbour.
-
-    Args:
-        L: as in `interval_matrix`.
-        delta: spacing of the grid over the lengthscale.
     """
-    M = len(L)
-    picked = torch.tensor([0, *range(M), M - 1, M - 1])
-    scale = torch.ones(M + 3, dtype=L.dtype)
-    scale[[0, -2, -1]] = torch.tensor([-delta, -delta, -2 * delta], dtype=L.dtype).exp()
-    rows = L.index_select(0, picked).coalesce()
-    values = rows.values() * scale[rows.indices()[0]]
-    rows = _sparse(rows.indices(), values, rows.shape)
-    order = torch.arange(M + 2)
-    nodes, following = (rows.index_select(0, order + k).coalesce() for k in (0, 1))
+    M, rho = len(L), math.exp(-delta)
+    first, last = (L.index_select(0, torch.tensor([row])) for row in (0, M - 1))
+    rows = torch.cat([rho * first, L, rho * last, rho**2 * last]).coalesce()
+    nodes, following = (rows.index_select(0, torch.arange(M + 2) + k).coalesce() for k in (0, 1))
     return _side_by_side([nodes], [nodes * nodes, 2 * (nodes * following)])
-
-
-def _moved_down(L: Tensor, offset: int, num_rows: int) -> Tensor:
-    """The rows of a sparse matrix below `offset` empty ones, with `num_rows` rows in all."""
-    rows, columns = L.indices()
-    indices = torch.stack([rows + offset, columns])
-    size = torch.Size((num_rows, L.shape[1]))
-    return _sparse(indices, L.values(), size)
-
-
-def _sparse(indices: Tensor, values: Tensor, size: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True, check_invariants=True)
 
 
 def _side_by_side(of_mean: list[Tensor], of_variance: list[Tensor]) -> Tensor:
     """One block below the other; those of the mean in the left columns, the others in the right."""
-    empty = 0 * of_mean[0]
+    empty = torch.zeros_like(of_mean[0])
     blocks = [torch.cat([block, empty], 1) for block in of_mean]
     blocks += [torch.cat([empty, block], 1) for block in of_variance]
     return torch.cat(blocks).coalesce()
@@ -242,8 +200,6 @@ def sinh_ratio(a: Tensor, intervals: Intervals) -> Tensor:
     if not coefficients:
         left = ((a - 1) * delta).exp()
         return (a * (-2 * delta)).expm1() * left / math.expm1(-2 * delta)
-    if len(coefficients) == 1:
-        return a * coefficients[0]
     squares = a * a
     # One pass: torch is three times slower at `addcmul` where two of the three are scalars.
     w = torch.add(coefficients[-2], squares, alpha=intervals.last_coefficient)
@@ -358,18 +314,16 @@ class _InterpolatedMoments(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         if torch.is_grad_enabled():
             raise _second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
         shape = (F, 1, E, 1, N)
         grad_mean, grad_var = grad_mean.reshape(shape), grad_var.reshape(shape)
-        grad_h = grad_table = grad_sigma = None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
-        if sigma is not None and ctx.needs_input_grad[2]:
-            assert grad_table is not None
+        grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
+        grad_h = grad_sigma = None
+        if sigma is not None:
             # Means grow with sigma, variances and covariances with its square.
             by_unit = (table * grad_table).sum((0, 2)).view(5, E, -1)
             grad_log_sigma = by_unit[:2].sum(0) + 2 * by_unit[2:].sum(0)
@@ -392,13 +346,8 @@ def interpolated_moments(
         mean = sum_p w0 mean_j + w1 mean_{j+1},
         variance = sum_p w0^2 var_j + w1^2 var_{j+1} + 2 w0 w1 cov_j,
 
-    with the weights of `two_nodes`.
-
-    Args:
-        h: inputs of the units; any strides.
-        table: the numbers of `interval_matrix` for the U = E P units.
-        sigma: scales of the units, positive, or None for 1.
-        intervals: of the grid.
+    with the weights of `two_nodes`. The table holds the numbers of `interval_matrix` for the
+    U = E P units. No `sigma` stands for 1.
     """
     if not torch.compiler.is_compiling():
         return _InterpolatedMoments.apply(h, table, sigma, intervals)
@@ -414,12 +363,9 @@ def interpolated_moments(
 def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Arguments of `interpolated_moments`, and how to arrange its results as `(..., N, C)`.
 
-    If either batch is trivial, it is not copied: the batch of the table joins its functions, the
-    batch of the inputs joins their rows. Else the batch is one of members.
-
-    Args:
-        h: `(*b1, N, P)`.
-        table: `(*b2, C, 5, R, P)`; b1 and b2 broadcast.
+    h is `(*b1, N, P)` and the table is `(*b2, C, 5, R, P)`; b1 and b2 broadcast. If either batch is
+    trivial, it is not copied: the batch of the table joins its functions, the batch of the inputs
+    joins their rows. Else the batch is one of members.
     """
     N, P = h.shape[-2:]
     C, five, R, _ = table.shape[-4:]
@@ -437,21 +383,26 @@ def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[T
     return h, table, lambda out: out.permute(1, 2, 0).reshape(*batch, N, C)
 
 
-class _MeanFieldTerms(torch.autograd.Function):
-    """See `mean_field_terms`; differentiable once in all tensors."""
+class MeanFieldTerms(torch.autograd.Function):
+    """Mean and variance of f for independent weights, and their KL from N(0, 1), as one operation.
+
+    These are the `interpolated_moments` of the table of z ~ N(loc, scale^2), plus mu and
+    mu_scale^2. The gradient goes back through the table by the transpose of its map; it is
+    differentiable once in all tensors.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        h: Tensor,
-        loc: Tensor,
-        log_scale: Tensor,
-        log_sigma: Tensor,
-        mu: Tensor,
-        mu_log_scale: Tensor,
+        h: Float[Tensor, "n p"],
+        loc: Float[Tensor, "f p m"],
+        log_scale: Float[Tensor, "f p m"],
+        log_sigma: Float[Tensor, " p"],
+        mu: Float[Tensor, " f"],
+        mu_log_scale: Float[Tensor, " f"],
         table_map: LinearMap,
         intervals: Intervals,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"], Float[Tensor, ""]]:
         z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
         sigma = log_sigma.exp().unsqueeze(0)
         table = table_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
@@ -506,27 +457,8 @@ def _grad_normal(
     return torch.addcmul(grad_mean, loc, grad_kl), grad_log_scale
 
 
-def mean_field_terms(
-    h: Float[Tensor, "n p"],
-    loc: Float[Tensor, "f p m"],
-    log_scale: Float[Tensor, "f p m"],
-    log_sigma: Float[Tensor, " p"],
-    mu: Float[Tensor, " f"],
-    mu_log_scale: Float[Tensor, " f"],
-    table_map: LinearMap,
-    intervals: Intervals,
-) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"], Float[Tensor, ""]]:
-    """Mean and variance of f for independent weights, and their KL from N(0, 1), as one operation.
-
-    These are the `interpolated_moments` of the table of z ~ N(loc, scale^2), plus mu and
-    mu_scale^2. The gradient goes back through the table by the transpose of its map.
-    """
-    weights = (loc, log_scale, log_sigma, mu, mu_log_scale)
-    return _MeanFieldTerms.apply(h, *weights, table_map, intervals)
-
-
-class _ExpectedLogNormal(torch.autograd.Function):
-    """See `expected_log_normal`; differentiable as often as one likes.
+class ExpectedLogNormal(torch.autograd.Function):
+    """E_q log N(y | f, s^2) of each row: the twin of `additive.gaussian.expected_log_normal`.
 
     With r = y - m and p = s^-2 the gradients per output are p r for m, -p r for y, -p / 2 for v
     and (p (r^2 + v) - 1) / s for s.
@@ -546,24 +478,12 @@ class _ExpectedLogNormal(torch.autograd.Function):
         grad = grad.unsqueeze(-1)
         r = y - f_mean
         weighted = grad * noise_scale.square().reciprocal()
-        grad_y = grad_mean = grad_var = grad_scale = None
+        grad_mean = (weighted * r).sum_to_size(f_mean.shape)
+        grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
+        grad_y = grad_scale = None
         if ctx.needs_input_grad[0]:
             grad_y = (-weighted * r).sum_to_size(y.shape)
-        if ctx.needs_input_grad[1]:
-            grad_mean = (weighted * r).sum_to_size(f_mean.shape)
-        if ctx.needs_input_grad[2]:
-            grad_var = (-0.5 * weighted).expand_as(r).sum_to_size(f_var.shape)
         if ctx.needs_input_grad[3]:
             total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
             grad_scale = total / noise_scale
         return grad_y, grad_mean, grad_var, grad_scale
-
-
-def expected_log_normal(
-    y: Float[Tensor, "*batch n c"],
-    f_mean: Float[Tensor, "*#batch n c"],
-    f_var: Float[Tensor, "*#batch n c"],
-    noise_scale: Float[Tensor, "..."],
-) -> Float[Tensor, "*batch n"]:
-    """E_q log N(y | f, s^2) of each row: the twin of `additive.gaussian.expected_log_normal`."""
-    return _ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)

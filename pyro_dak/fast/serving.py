@@ -150,16 +150,9 @@ def affine_units(
     Layers with hooks and layers of other types, such as parametrized and quantized ones, may do
     more than their weights say, so they are left alone.
 
-    Args:
-        network: from x to features `(N, D)`.
-        weight: W, `(P, D)`, or None for the features themselves.
-        gain: `(P,)`.
-        shift: `(P,)`.
-        num_rows: how many inputs will be mapped.
-
-    Returns:
-        Layers to apply one after the other, the matrix `(P, K)`, or `(P, 1)` where there is no W,
-        and the shift `(P, 1)`.
+    W is `weight`, `(P, D)`, or None for the features themselves; gain and shift are `(P,)`. The
+    results are layers to apply one after the other, the matrix `(P, K)`, or `(P, 1)` where there is
+    no W, and the shift `(P, 1)`.
     """
     gain, shift = gain.unsqueeze(-1), shift.unsqueeze(-1)
     if weight is None:

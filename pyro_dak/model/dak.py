@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
-from pyro_dak.additive.kernels import Kernel, LaplaceKernel
+from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.additive.scaling import build_scaling
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
@@ -22,7 +22,6 @@ from pyro_dak.model.priors import (
     NormalPrior,
     Prior,
     PriorLike,
-    normal_parameters,
     resolve_priors,
     site_prior,
 )
@@ -86,15 +85,13 @@ class DAK(PyroModule):
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         self.scaling = build_scaling(scaling, num_units, bounds)
         self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
-        activation = KernelActivation(
-            DyadicGrid(level, bounds), LaplaceKernel() if kernel is None else kernel
-        )
+        activation = KernelActivation(DyadicGrid(level, bounds), kernel)
         num_functions = self.likelihood.num_functions(num_outputs)
         self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term)
-        self.site_shapes = self._site_shapes(dict(prior or {}))
-        self.prior = resolve_priors(_with_global_scale(prior), self.site_shapes)
+        self.site_shapes = self._site_shapes(prior or {})
+        self.prior = resolve_priors(prior, self.site_shapes)
 
-    def _site_shapes(self, prior: dict[str, PriorLike]) -> dict[str, torch.Size]:
+    def _site_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         F, P, M = self.num_functions, self.num_units, self.num_inducing
         shapes: dict[str, tuple[int, ...]] = {"mu": (F,)}
         if self.layer.linear_term:
@@ -192,11 +189,12 @@ class DAK(PyroModule):
     def normal_prior(self, name: str) -> tuple[Any, Any] | None:
         """(loc, scale) of a site's prior if it is a product of normals, else None."""
         value = self.prior[name]
-        if isinstance(value, NormalPrior):
-            return value.loc, value.scale
         if not isinstance(value, Prior | torch.distributions.Distribution):
             value = self.prior_distribution(name, self.layer.log_unit_scale)
-        return normal_parameters(value)
+        while isinstance(value, torch.distributions.Independent):
+            value = value.base_dist
+        is_normal = isinstance(value, NormalPrior | torch.distributions.Normal)
+        return (value.loc, value.scale) if is_normal else None
 
     def residual_variance(self, h: Tensor) -> Tensor:
         """Prior variance of each function that the grid loses at h `(N, P)`, `(N, F)`.
@@ -218,31 +216,15 @@ class DAK(PyroModule):
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites, `(..., N, F)`.
 
-        A batch in front of the events is one of draws, with or without Pyro's trailing dimension
-        of size 1 for the data plate.
+        A batch in front of the events is one of draws. Under vectorised particles Pyro gives
+        `(S, 1, *event)`, where 1 is the data plate, which is dropped, since weights never vary over
+        the data; from posterior samples `Predictive` gives `(S, *event)`.
         """
-        event_dims = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1}
-        values = {
-            name: _drop_data_dim(sites[name], event_dim)
-            for name, event_dim in event_dims.items()
-            if name in sites
-        }
+        values: dict[str, Tensor] = {}
+        for name, event_dim in {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1}.items():
+            if name in sites:
+                value = sites[name]
+                has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
+                values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
-
-
-def _with_global_scale(prior: Mapping[str, PriorLike] | None) -> dict[str, PriorLike]:
-    given = dict(prior or {})
-    if isinstance(given.get("shrinkage"), HorseshoePrior):
-        given["global_shrinkage"] = given["shrinkage"]
-    return given
-
-
-def _drop_data_dim(value: Tensor, event_dim: int) -> Tensor:
-    """A site's value without the dimension of the data plate, if it has one.
-
-    Under vectorised particles Pyro gives `(S, 1, *event)`, where 1 is the data plate; from
-    posterior samples `Predictive` gives `(S, *event)`. Weights never vary over the data.
-    """
-    has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
-    return value.squeeze(-event_dim - 1) if has_data_dim else value

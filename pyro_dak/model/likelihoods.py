@@ -35,11 +35,13 @@ class Likelihood(nn.Module, ABC):
 
     A subclass gives `distribution`; where E_q log p(y | f) is closed it gives `expected_log_prob`
     and sets `has_closed_form`; where only a lower bound is closed, `expected_log_prob_bound` and
-    `has_bound`. Targets are `(N, C)`, one column per output, unless the subclass says otherwise.
+    `has_bound`. Targets are `(N, C)`, one column per output, unless the subclass says otherwise,
+    and floating; with `takes_integers` integers are converted.
     """
 
     has_closed_form = False
     has_bound = False
+    takes_integers = False
 
     def num_functions(self, num_outputs: int) -> int:
         """F, the functions that C outputs need."""
@@ -66,10 +68,7 @@ class Likelihood(nn.Module, ABC):
         )
 
     def with_noise(self, log_scale: Tensor) -> Any:
-        """A copy whose noise scale has this logarithm, which may broadcast against f in any way.
-
-        The copy shares everything else.
-        """
+        """A copy whose noise scale has this logarithm, which may broadcast against f in any way."""
         other = copy.copy(self)
         other._modules = {**self._modules, "noise": _Noise(log_scale, learn=False)}
         return other
@@ -94,10 +93,18 @@ class Likelihood(nn.Module, ABC):
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
+        if self.takes_integers and isinstance(y, Tensor):
+            y = y.to(torch.get_default_dtype())
         if isinstance(y, Tensor) and y.is_floating_point() and y.shape[1:] == (num_outputs,):
             return y
         check_floating("y", y)
-        return _as_columns(y, num_outputs)
+        if y.dim() == 1 and num_outputs == 1:
+            return y.unsqueeze(-1)
+        raise ValueError(
+            f"`y` must have shape (N, {num_outputs}), one column per output"
+            f"{', or (N,)' if num_outputs == 1 else ''}; got {tuple(y.shape)}. "
+            f"Set `num_outputs` or reshape `y`."
+        )
 
     def placeholder_targets(self, num_rows: int, num_outputs: int) -> Tensor:
         """Targets of the right kind and shape, for a dry run."""
@@ -106,18 +113,6 @@ class Likelihood(nn.Module, ABC):
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         """Raise if targets are not in the support; reads the values, so it is for entry points."""
         check_finite("y", y)
-
-
-def _as_columns(y: Tensor, num_outputs: int) -> Tensor:
-    if y.dim() == 1 and num_outputs == 1:
-        return y.unsqueeze(-1)
-    if y.dim() != 2 or y.shape[-1] != num_outputs:
-        raise ValueError(
-            f"`y` must have shape (N, {num_outputs}), one column per output"
-            f"{', or (N,)' if num_outputs == 1 else ''}; got {tuple(y.shape)}. "
-            f"Set `num_outputs` or reshape `y`."
-        )
-    return y
 
 
 class _Noise(nn.Module):
@@ -136,20 +131,28 @@ class _Noise(nn.Module):
         return self.log_scale.exp()
 
 
-def _noise(noise_scale: float | Tensor, learn: bool) -> _Noise:
-    """The noise of a likelihood, from one scale or one per output."""
-    value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
-    if value.dim() > 1:
-        raise ValueError(
-            f"`noise_scale` must be a number or one per output, (C,); "
-            f"got shape {tuple(value.shape)}."
-        )
-    for entry in [] if value.is_meta else value.flatten().tolist():
-        check_positive("noise_scale", entry)
-    return _Noise(value.log(), learn)
+class _NoisyLikelihood(Likelihood):
+    """y = f + noise with a scale of the noise, one or one per output, which may be learned."""
+
+    def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
+        super().__init__()
+        value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
+        if value.dim() > 1:
+            raise ValueError(
+                f"`noise_scale` must be a number or one per output, (C,); "
+                f"got shape {tuple(value.shape)}."
+            )
+        for entry in [] if value.is_meta else value.flatten().tolist():
+            check_positive("noise_scale", entry)
+        self.noise = _Noise(value.log(), learn)
+
+    @property
+    def noise_scale(self) -> Tensor:
+        """Scale of the noise, a scalar or `(C,)`."""
+        return self.noise.log_scale.exp()
 
 
-class GaussianLikelihood(Likelihood):
+class GaussianLikelihood(_NoisyLikelihood):
     """y = f + noise, noise ~ N(0, noise_scale^2), independent over outputs.
 
     Args:
@@ -158,15 +161,6 @@ class GaussianLikelihood(Likelihood):
     """
 
     has_closed_form = True
-
-    def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
-        super().__init__()
-        self.noise = _noise(noise_scale, learn)
-
-    @property
-    def noise_scale(self) -> Tensor:
-        """Standard deviation of the noise, a scalar or `(C,)`."""
-        return self.noise.log_scale.exp()
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Normal(f, self.noise_scale).to_event(1)
@@ -189,7 +183,7 @@ class GaussianLikelihood(Likelihood):
         return dist.Normal(moments.mean, scale).log_prob(y).sum(-1)
 
 
-class HeteroscedasticLikelihood(Likelihood):
+class HeteroscedasticLikelihood(_NoisyLikelihood):
     """y = f + noise with log noise variance eta(x), one more function per output.
 
     The functions are (f_1 .. f_C, eta_1 .. eta_C); eta = offset + its own additive process, so
@@ -203,50 +197,41 @@ class HeteroscedasticLikelihood(Likelihood):
     has_closed_form = True
 
     def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
-        super().__init__()
-        self.noise = _noise(noise_scale, learn)
-
-    @property
-    def log_noise_var_offset(self) -> Tensor:
-        """Log noise variance where eta is zero, a scalar or `(C,)`."""
-        return 2 * self.noise.log_scale
+        super().__init__(noise_scale, learn)
 
     def num_functions(self, num_outputs: int) -> int:
         return 2 * num_outputs
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         mean, eta = f.chunk(2, -1)
-        return dist.Normal(mean, (0.5 * (eta + self.log_noise_var_offset)).exp()).to_event(1)
+        return dist.Normal(mean, (0.5 * eta + self.noise.log_scale).exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        C = moments.mean.shape[-1] // 2
-        f, eta = slice(0, C), slice(C, 2 * C)
-        return expected_log_heteroscedastic(
-            y,
-            moments.mean[..., f],
-            moments.var[..., f],
-            moments.mean[..., eta] + self.log_noise_var_offset,
-            moments.var[..., eta],
-            moments.covariance(f, eta),
-        )
+        covariance: Tensor | float = 0.0
+        if moments.root is not None:
+            covariance = torch.mul(*moments.root.chunk(2, -1)).sum(0)
+        return expected_log_heteroscedastic(y, *self._parts(moments), covariance)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """Var y = v_f + E exp(eta) = v_f + exp(m_eta + v_eta / 2)."""
-        mean, eta_mean = moments.mean.chunk(2, -1)
-        var, eta_var = moments.var.chunk(2, -1)
-        return mean, var, (eta_mean + self.log_noise_var_offset + 0.5 * eta_var).exp()
+        mean, var, eta_mean, eta_var = self._parts(moments)
+        return mean, var, (eta_mean + 0.5 * eta_var).exp()
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
-        mean, _ = moments.mean.chunk(2, -1)
-        var, _ = moments.var.chunk(2, -1)
-        nodes, weights = gauss_hermite(moments.mean.chunk(2, -1)[1], moments.var.chunk(2, -1)[1])
-        eta = nodes + self.log_noise_var_offset
+        mean, var, eta_mean, eta_var = self._parts(moments)
+        eta, weights = gauss_hermite(eta_mean, eta_var)
         element = dist.Normal(mean, (var + eta.exp()).sqrt())
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
+    def _parts(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean and variance of f, and those of the log noise variance."""
+        mean, eta_mean = moments.mean.chunk(2, -1)
+        var, eta_var = moments.var.chunk(2, -1)
+        return mean, var, eta_mean + 2 * self.noise.log_scale, eta_var
 
-class StudentTLikelihood(Likelihood):
+
+class StudentTLikelihood(_NoisyLikelihood):
     """y = f + noise with Student-t noise: robust to outliers. Expectations by Monte Carlo.
 
     Args:
@@ -256,15 +241,9 @@ class StudentTLikelihood(Likelihood):
     """
 
     def __init__(self, df: float = 4.0, noise_scale: float | Tensor = 0.1, learn: bool = True):
-        super().__init__()
+        super().__init__(noise_scale, learn)
         check_positive("df", df)
         self.df = float(df)
-        self.noise = _noise(noise_scale, learn)
-
-    @property
-    def noise_scale(self) -> Tensor:
-        """Scale of the noise, a scalar or `(C,)`."""
-        return self.noise()
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
@@ -339,6 +318,7 @@ class CategoricalLikelihood(Likelihood):
 class BernoulliLikelihood(Likelihood):
     """y in {0, 1} with log odds f, independent over outputs."""
 
+    takes_integers = True
     has_bound = True
 
     def distribution(self, f: Tensor) -> dist.Distribution:
@@ -351,13 +331,6 @@ class BernoulliLikelihood(Likelihood):
         ]
         return (y * moments.mean - log_normalizer_bound(FunctionMoments(*with_zero))).sum(-1)
 
-    def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
-        """With p = sigmoid(f): E p, Var p and E p (1 - p)."""
-        nodes, weights = gauss_hermite(moments.mean, moments.var)
-        p = nodes.sigmoid()
-        mean = (weights * p).sum(0)
-        return mean, (weights * (p - mean).square()).sum(0), (weights * p * (1 - p)).sum(0)
-
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E sigmoid(f) or log E sigmoid(-f), by quadrature."""
         sign = 2 * y - 1
@@ -366,15 +339,10 @@ class BernoulliLikelihood(Likelihood):
             p = (sign * f).sigmoid()
             return sign * (1 - p), -p * (1 - p)
 
-        return log_expectation(
-            lambda f: nn.functional.logsigmoid(sign * f),
-            slope_and_curvature_fn,
-            moments.mean,
-            moments.var.clamp(min=torch.finfo(moments.var.dtype).tiny),
-        ).sum(-1)
+        def log_prob_fn(f: Tensor) -> Tensor:
+            return nn.functional.logsigmoid(sign * f)
 
-    def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
-        return _as_columns(y.to(torch.get_default_dtype()), num_outputs)
+        return log_expectation(log_prob_fn, slope_and_curvature_fn, *moments[:2]).sum(-1)
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         check_finite("y", y)
@@ -385,6 +353,7 @@ class BernoulliLikelihood(Likelihood):
 class PoissonLikelihood(Likelihood):
     """Counts y with log rate f, independent over outputs."""
 
+    takes_integers = True
     has_closed_form = True
 
     def distribution(self, f: Tensor) -> dist.Distribution:
@@ -402,16 +371,11 @@ class PoissonLikelihood(Likelihood):
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E exp(y f - exp f) / y!, by quadrature around the mode."""
-        log_probs = log_expectation(
+        return log_expectation(
             lambda f: y * f - f.exp() - torch.lgamma(y + 1),
             lambda f: (y - f.exp(), -f.exp()),
-            moments.mean,
-            moments.var.clamp(min=torch.finfo(moments.var.dtype).tiny),
-        )
-        return log_probs.sum(-1)
-
-    def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
-        return _as_columns(y.to(torch.get_default_dtype()), num_outputs)
+            *moments[:2],
+        ).sum(-1)
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         check_finite("y", y)

@@ -7,7 +7,7 @@ shape, or a function from the shape to a distribution.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import pyro.distributions as dist
@@ -24,7 +24,6 @@ __all__ = [
     "Prior",
     "PriorLike",
     "StudentTPrior",
-    "normal_parameters",
     "resolve_priors",
     "site_prior",
 ]
@@ -32,15 +31,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prior(ABC):
-    """The same distribution for every element of a site."""
+    """The same distribution for every element of a site; all its numbers but `loc` are positive."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "loc":
+                check_positive(field.name, getattr(self, field.name))
 
     @abstractmethod
     def element(self, like: Tensor) -> dist.Distribution:
         """The distribution of one element, in the dtype and on the device of `like`."""
-
-    def distribution(self, shape: torch.Size, like: Tensor) -> dist.Distribution:
-        """The distribution of a site of event shape `shape`."""
-        return self.element(like).expand(shape).to_event(len(shape))
 
 
 PriorLike: TypeAlias = (
@@ -57,9 +57,6 @@ class NormalPrior(Prior):
     loc: float = 0.0
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_positive("scale", self.scale)
-
     def element(self, like: Tensor) -> dist.Distribution:
         return dist.Normal(like.new_tensor(self.loc), like.new_tensor(self.scale))
 
@@ -69,9 +66,6 @@ class LaplacePrior(Prior):
     """Laplace with standard deviation `scale`: sparse weights."""
 
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive("scale", self.scale)
 
     def element(self, like: Tensor) -> dist.Distribution:
         return dist.Laplace(like.new_tensor(0.0), like.new_tensor(self.scale / 2**0.5))
@@ -83,10 +77,6 @@ class StudentTPrior(Prior):
 
     df: float = 4.0
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive("df", self.df)
-        check_positive("scale", self.scale)
 
     def element(self, like: Tensor) -> dist.Distribution:
         return dist.StudentT(like.new_tensor(self.df), like.new_tensor(0.0), self.scale)
@@ -102,9 +92,6 @@ class HorseshoePrior(Prior):
 
     global_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_positive("global_scale", self.global_scale)
-
     def element(self, like: Tensor) -> dist.Distribution:
         return dist.HalfCauchy(like.new_tensor(self.global_scale))
 
@@ -115,10 +102,6 @@ class GammaScalePrior(Prior):
 
     concentration: float = 1.0
     rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_positive("concentration", self.concentration)
-        check_positive("rate", self.rate)
 
     def element(self, like: Tensor) -> dist.Distribution:
         return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
@@ -135,12 +118,13 @@ def resolve_priors(
     given = dict(prior or {})
     for name in given:
         check_choice("prior", name, [*shapes, "shrinkage"])
+    if isinstance(given.get("shrinkage"), HorseshoePrior):
+        given["global_shrinkage"] = given["shrinkage"]
     resolved = {name: given.get(name, NormalPrior()) for name in shapes}
     for name, value in resolved.items():
         is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior)
-        if is_for_scales != (name in ("shrinkage", "global_shrinkage")) and isinstance(
-            value, Prior
-        ):
+        is_misplaced = is_for_scales != (name in ("shrinkage", "global_shrinkage"))
+        if is_misplaced and isinstance(value, Prior):
             raise ValueError(
                 f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
                 'GammaScalePrior are for "shrinkage", the others for the weights.'
@@ -155,7 +139,7 @@ def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> 
     A scalar distribution is expanded, one with the right batch shape is turned into an event.
     """
     if isinstance(value, Prior):
-        return value.distribution(shape, like)
+        return value.element(like).expand(shape).to_event(len(shape))
     if not isinstance(value, torch.distributions.Distribution):
         if not callable(value):
             raise TypeError(
@@ -174,14 +158,3 @@ def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> 
         f"{tuple(value.batch_shape)} and event {tuple(value.event_shape)}. Use `.expand` and "
         "`.to_event`, or pass a function of the shape."
     )
-
-
-def normal_parameters(value: PriorLike) -> tuple[Any, Any] | None:
-    """(loc, scale) if the prior is a product of normals, else None: the KL is then closed."""
-    if isinstance(value, NormalPrior):
-        return value.loc, value.scale
-    while isinstance(value, torch.distributions.Independent):
-        value = value.base_dist
-    if isinstance(value, torch.distributions.Normal):
-        return value.loc, value.scale
-    return None

@@ -29,8 +29,8 @@ def freeze(
     model: DAK,
     guide: Any,
     sites: dict[str, Tensor] | None = None,
-    *,
     residual_variance: bool = False,
+    *,
     num_rows: int = 1,
     compile: bool = False,
 ) -> Callable[[Tensor], FunctionMoments]:
@@ -57,13 +57,9 @@ def freeze(
         moments = partial(_moments_of_draws, model, sites)
     residual = model.residual_variance if residual_variance else None
     if not compile:
-        parts: dict[str, Any] = {
-            "network": network,
-            "units": units,
-            "moments": moments,
-            "residual": residual,
-        }
-        return partial(_moments_at, **parts)
+        return partial(
+            _moments_at, network=network, units=units, moments=moments, residual=residual
+        )
     if model not in _COMPILED:
         _COMPILED[model] = Compiled(_moments_at, dynamic=True)
     compiled = _COMPILED[model]

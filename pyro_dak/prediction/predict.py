@@ -1,7 +1,6 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,7 +40,6 @@ def predict(
     row, and rows stream through in chunks, so that memory beyond the result is bounded.
 
     Args:
-        model: the model.
         guide: a guide of this library or any Pyro guide of the model's sites.
         x: inputs, `(N, ...)`, in the dtype of the model.
         method: for classes, "mc" averages probabilities over draws of f, "probit" samples nothing.
@@ -66,15 +64,14 @@ def predict(
     with evaluating(model, guide):
         sites = None
         if not getattr(guide, "has_closed_form", False):
-            with _seeded(seed):
+            with torch.random.fork_rng(enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(seed)
                 sites = draw_sites(guide, num_samples, x[:1].to(device))
         seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
-        options: dict[str, Any] = {
-            "num_rows": len(x),
-            "residual_variance": residual_variance,
-            "compile": compile,
-        }
-        moments_at = freeze(model, guide, sites, **options)
+        moments_at = freeze(
+            model, guide, sites, residual_variance, num_rows=len(x), compile=compile
+        )
         model.input_shape = model.input_shape or tuple(x.shape[1:])
         own: Any = model.likelihood
         for chunk in _with_bar(x.split(chunk_size), progress):
@@ -143,17 +140,6 @@ def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> Function
     x = None if shape is None else torch.zeros(1, *shape, dtype=like.dtype, device=like.device)
     with evaluating(model, guide):
         return FunctionDraws(model, draw_sites(guide, num_samples, x))
-
-
-@contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """torch's global random state from `seed` on inside, if given."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 def _check_inputs(model: DAK, x: Tensor) -> None:

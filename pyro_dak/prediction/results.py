@@ -1,6 +1,5 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_integer, check_probability
 
 __all__ = ["ClassPrediction", "Components", "Prediction"]
 
@@ -50,18 +49,14 @@ class Prediction:
         With Gaussian noise that of N(mean, variance), exact if the noise is the same everywhere;
         other likelihoods take it from `num_samples` draws.
         """
-        if not 0 < q < 1:
-            raise ValueError(f"`q` must lie strictly between 0 and 1; got {q}.")
+        check_probability("q", q)
         if isinstance(self.likelihood, GaussianLikelihood | HeteroscedasticLikelihood):
-            return (
-                self.mean + math.sqrt(2) * torch.erfinv(self.mean.new_tensor(2 * q - 1)) * self.std
-            )
+            return self.mean + torch.special.ndtri(self.mean.new_tensor(q)) * self.std
         return self.sample(num_samples).quantile(q, 0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval with probability `level`."""
-        if not 0 < level < 1:
-            raise ValueError(f"`level` must lie strictly between 0 and 1; got {level}.")
+        check_probability("level", level)
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def sample(self, num_samples: int) -> Tensor:

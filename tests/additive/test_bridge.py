@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from pyro_dak.additive import bridge
+from pyro_dak.additive.factor import level_constants
 from pyro_dak.fast.fused import LinearMap
 from tests import reference
 
@@ -28,7 +29,7 @@ def weights_of(x, level, delta):
 @pytest.mark.parametrize("level", LEVELS)
 def test_node_values_are_the_dense_factor_times_z(level, delta):
     z = torch.randn(2, 3, 2**level - 1)
-    constants = bridge.level_constants(level, delta)
+    constants = level_constants(level, delta)
     expected = z @ dense_factor(level, delta).mT
     assert_close(bridge.node_values(z, constants), expected, rtol=0, atol=1e-12)
 
@@ -37,7 +38,7 @@ def test_node_values_are_the_dense_factor_times_z(level, delta):
 @pytest.mark.parametrize("level", LEVELS)
 def test_node_moments_are_the_tridiagonal_of_the_dense_covariance(level, delta):
     z_loc, z_var = torch.randn(3, 2**level - 1), torch.rand(3, 2**level - 1)
-    constants = bridge.level_constants(level, delta)
+    constants = level_constants(level, delta)
     mean, var, cov = bridge.node_moments(z_loc, z_var, constants)
     L_U = dense_factor(level, delta)
     covariance = L_U @ torch.diag_embed(z_var) @ L_U.mT
@@ -57,7 +58,7 @@ def test_node_factor_is_the_dense_factor(level, delta):
 def test_node_factor_equals_the_recursion_on_a_fine_grid(delta):
     level = 10
     z = torch.randn(2**level - 1)
-    recursion = bridge.node_values(z, bridge.level_constants(level, delta))
+    recursion = bridge.node_values(z, level_constants(level, delta))
     assert_close(bridge.node_factor(level, delta) @ z, recursion, rtol=0, atol=1e-12)
 
 

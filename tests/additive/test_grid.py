@@ -23,10 +23,10 @@ def test_sorted_points_are_equally_spaced_and_inside_the_bounds(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_level_order_inverts_sort_order(level):
+def test_position_is_the_rank_of_each_point_among_the_sorted(level):
     grid = DyadicGrid(level)
-    assert torch.equal(grid.sort_order[grid.level_order], torch.arange(grid.num_inducing))
-    assert torch.equal(grid.sorted_points[grid.level_order], grid.inducing_points)
+    assert torch.equal(grid.sort_order[grid.position - 1], torch.arange(grid.num_inducing))
+    assert torch.equal(grid.sorted_points[grid.position - 1], grid.inducing_points)
 
 
 @pytest.mark.parametrize("level", LEVELS)

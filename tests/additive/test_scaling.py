@@ -178,7 +178,6 @@ def test_a_dead_unit_stays_finite_and_is_warned_about(name):
     h = torch.randn(20, 3)
     h[:, 1] = 0.7
     assert scaling(h).isfinite().all()
-    assert scaling.dead_units() == [1]
     with pytest.warns(UserWarning, match=r"1 of 3 units are dead: .* \(units \[1\]\)"):
         scaling.warn_if_dead()
 
@@ -192,16 +191,14 @@ def test_many_dead_units_are_listed_in_part():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_live_units_do_not_warn(name):
-    scaling = trained(name)
-    scaling.warn_if_dead()  # a warning would be an error here
-    assert scaling.dead_units() == []
+    trained(name).warn_if_dead()  # a warning would be an error here
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_meta_device_has_shapes_and_no_dead_units(name):
     scaling = build_scaling(name, 2, BOUNDS).to("meta")
     assert scaling.eval()(torch.empty(4, 5, 2, device="meta")).shape == (4, 5, 2)
-    assert scaling.dead_units() == []
+    scaling.warn_if_dead()  # a warning would be an error here
 
 
 def test_unknown_scaling_lists_the_known_ones():

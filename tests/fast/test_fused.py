@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
 from pyro_dak.additive import bridge, gaussian
+from pyro_dak.additive.factor import level_constants
 from pyro_dak.additive.gaussian import mean_field_moments
 from pyro_dak.fast import fused
 from pyro_dak.fast.fused import LinearMap
@@ -98,10 +99,9 @@ def test_table_holds_means_variances_and_twice_the_covariance_of_every_interval(
     loc, var = torch.randn(M), torch.rand(M)
     matrix = fused.interval_matrix(bridge.node_factor(level, 0.3)).to_dense()
     table = (matrix @ torch.cat([loc, var])).view(5, M + 1)
-    nodes = bridge.node_moments(loc, var, bridge.level_constants(level, 0.3))
-    mean, node_var = (torch.nn.functional.pad(part, (1, 1)) for part in nodes[:2])
-    cov = torch.nn.functional.pad(2 * nodes.cov, (1, 1))
-    rows = [mean[:-1], mean[1:], node_var[:-1], node_var[1:], cov]
+    nodes = bridge.node_moments(loc, var, level_constants(level, 0.3))
+    mean, node_var, cov = (torch.nn.functional.pad(part, (1, 1)) for part in nodes)
+    rows = [mean[:-1], mean[1:], node_var[:-1], node_var[1:], 2 * cov]
     assert_close(table, torch.stack(rows), rtol=0, atol=1e-12)
 
 

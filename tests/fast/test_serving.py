@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
 from pyro_dak.additive import bridge
-from pyro_dak.fast import fused
+from pyro_dak.additive.factor import level_constants
 from pyro_dak.fast.serving import FixedMoments
 from tests import reference
 
@@ -125,13 +125,15 @@ def test_fixed_moments_of_no_rows_are_empty():
         assert part.shape == (0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:The grid is coarse")
 @pytest.mark.parametrize(("level", "delta"), [(1, 0.5), (3, 0.1), (5, 2.0), (8, 0.004)])
 def test_node_table_is_that_of_the_recursion_continued_on_either_side(level, delta):
     M = 2**level - 1
     loc, var = torch.randn(M), torch.rand(M)
-    mean, node_var, cov = bridge.node_moments(loc, var, bridge.level_constants(level, delta))
-    matrix = fused.node_matrix(bridge.node_factor(level, delta), delta).to_dense()
-    table = (matrix @ torch.cat([loc, var])).view(3, M + 2)
+    mean, node_var, cov = bridge.node_moments(loc, var, level_constants(level, delta))
+    grid = DyadicGrid(level)
+    activation = KernelActivation(grid, LaplaceKernel(grid.spacing / delta))
+    table = activation.node_table(loc.view(1, 1, M), var.view(1, 1, M)).view(3, M + 2)
     rho = math.exp(-delta)
     assert_close(table[0, 1:-1], mean)
     assert_close(table[1, 1:-1], node_var)
@@ -141,16 +143,6 @@ def test_node_table_is_that_of_the_recursion_continued_on_either_side(level, del
     assert_close(table[1, ends], rho**2 * node_var[ends])
     assert_close(table[2, [0, M]], 2 * rho * node_var[ends])
     assert_close(table[2, -1], 2 * rho**3 * node_var[-1])
-
-
-@pytest.mark.parametrize("level", [1, 4, 8])
-def test_node_table_without_maps_is_the_same(level, monkeypatch):
-    activation = KernelActivation(DyadicGrid(level))
-    loc = torch.randn(2, 3, activation.num_inducing)
-    expected = activation.node_table(loc, loc.square())
-    constants = activation.local_constants(loc)._replace(moment_map=None)
-    monkeypatch.setattr(activation, "local_constants", lambda like: constants)
-    assert_close(activation.node_table(loc, loc.square()), expected)
 
 
 def test_fixed_moments_on_the_meta_device_have_shapes():

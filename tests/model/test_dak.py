@@ -23,7 +23,6 @@ from pyro_dak import (
     HorseshoePrior,
     MeanFieldGuide,
 )
-from pyro_dak.model.dak import _drop_data_dim
 from pyro_dak.model.modes import evaluating
 from tests import scenarios
 from tests.scenarios import LIKELIHOODS, agrees
@@ -124,20 +123,21 @@ def test_functions_of_draws_equal_a_loop(linear_term, batch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "event_dim", "expected"),
+    ("batch", "expected"),
     [
-        ((2, 3, 7), 3, (2, 3, 7)),
-        ((5, 2, 3, 7), 3, (5, 2, 3, 7)),
-        ((5, 1, 2, 3, 7), 3, (5, 2, 3, 7)),
-        ((1, 2, 3, 7), 3, (2, 3, 7)),
-        ((1, 1, 2, 3, 7), 3, (1, 2, 3, 7)),
-        ((4, 5, 1, 2), 1, (4, 5, 2)),
-        ((1,), 1, (1,)),
-        ((1, 1), 1, (1,)),
+        ((), ()),
+        ((5,), (5,)),
+        ((5, 1), (5,)),
+        ((1,), ()),
+        ((1, 1), (1,)),
+        ((4, 5, 1), (4, 5)),
     ],
 )
-def test_the_dimension_of_the_data_plate_is_dropped(shape, event_dim, expected):
-    assert _drop_data_dim(torch.zeros(shape), event_dim).shape == expected
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_the_dimension_of_the_data_plate_is_dropped(num_outputs, batch, expected):
+    case = scenarios.gaussian_regression(num_outputs=num_outputs)
+    sites = {n: torch.zeros(*batch, *shape) for n, shape in case.model.site_shapes.items()}
+    assert case.model.functions(case.h, sites).shape == (*expected, 8, num_outputs)
 
 
 def test_permuting_units_leaves_f_unchanged():

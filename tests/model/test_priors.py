@@ -12,7 +12,7 @@ from pyro_dak import (
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.model.priors import normal_parameters, resolve_priors, site_prior
+from pyro_dak.model.priors import resolve_priors, site_prior
 from tests import scenarios
 
 SHAPES = {"mu": torch.Size((2,)), "z": torch.Size((2, 3, 4))}
@@ -71,13 +71,14 @@ def test_sites_without_a_prior_are_standard_normal():
     [
         (NormalPrior(0.5, 2.0), (0.5, 2.0)),
         (dist.Normal(0.5, 2.0), (0.5, 2.0)),
-        (dist.Normal(0.5, 2.0).expand([3]).to_event(1), (0.5, 2.0)),
+        (dist.Normal(0.5, 2.0).expand([2]).to_event(1), (0.5, 2.0)),
+        (lambda shape: dist.Normal(0.5, 2.0), (0.5, 2.0)),
         (LaplacePrior(), None),
         (dist.StudentT(3.0), None),
     ],
 )
 def test_normal_priors_are_recognised(value, expected):
-    found = normal_parameters(value)
+    found = scenarios.gaussian_regression(prior={"mu": value}).model.normal_prior("mu")
     if expected is None:
         assert found is None
     else:
