@@ -24,7 +24,7 @@ from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.training.plan import History
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_integer, check_probability
 
 __all__ = [
     "PALETTE",
@@ -68,8 +68,7 @@ def _style(ax: Any, xlabel: str, ylabel: str, title: str = "", has_legend: bool 
 
 def _normal_quantile(level: float) -> float:
     """Half the width of the central interval of a standard normal."""
-    if not 0 < level < 1:
-        raise ValueError(f"`level` must lie strictly between 0 and 1; got {level}.")
+    check_probability("level", level)
     return math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
 
 

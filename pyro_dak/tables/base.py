@@ -20,7 +20,7 @@ from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
-from pyro_dak.tables.predictive import Array, check_probability
+from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.rows import (
     FEW_ROWS,
     Rows,
@@ -32,7 +32,7 @@ from pyro_dak.tables.rows import (
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_integer, check_probability
 
 __all__ = ["Parameters", "TableEstimator", "scales"]
 

@@ -12,12 +12,13 @@ import numpy as np
 from scipy import stats
 from scipy.special import entr
 
+from pyro_dak.validation import check_probability
+
 __all__ = [
     "Array",
     "ClassMixture",
     "StudentPrediction",
     "calibrate",
-    "check_probability",
     "covering_scale",
     "fit_student",
     "mixture_factor",
@@ -190,9 +191,3 @@ def _squared_scale(r: Array, df: float) -> float:
     for _ in range(0 if math.isinf(df) else 100):
         s2 = max(float(((df + 1) * squares / (df + squares / s2)).mean()), 1e-12)
     return s2
-
-
-def check_probability(name: str, value: float) -> None:
-    """Raise unless `value` lies between 0 and 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"`{name}` must lie strictly between 0 and 1; got {value}.")
