@@ -1,8 +1,9 @@
 """Functions that are compiled where that works, and run as they are where it does not."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = function
+        if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # torch 2.8 or newer
+            options["options"] = {"guard_filter_fn": _keep_guards}
         self.compiled: Callable[..., Any] | None = torch.compile(function, **options)
         self.seen: set[torch.Size] = set()  # shapes of inputs; a new one may be compiled anew
 
@@ -44,6 +47,16 @@ class Compiled:
             warnings.warn(f"compile=True failed, going on without it: {reason}", stacklevel=2)
             self.compiled = None
             return result
+
+
+def _keep_guards(entries: Sequence[Any]) -> list[bool]:
+    """Which conditions the compiler checks at each call: not that global code is still the same.
+
+    Global data are checked as ever. To check that no function, class or module has been replaced
+    would take as long as a twentieth of a training step.
+    """
+    code = (BuiltinFunctionType, FunctionType, ModuleType, type)
+    return [not (entry.is_global and isinstance(entry.value, code)) for entry in entries]
 
 
 @contextmanager
