@@ -172,7 +172,7 @@ def test_a_nan_gradient_stops_before_it_is_applied_or_saved(tmp_path):
 
 
 def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
-    def broken(fn):
+    def broken(fn, **options):
         def fail(*args):
             raise RuntimeError("no compiler here")
 
