@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import Timing
 from models.shared.baseline import Baseline
 from models.shared.dak import DAKBaseline
+from pyro_dak.fast.compiling import Compiled
 from pyro_dak.training.optimizers import build_optimizers
 from pyro_dak.training.plan import Plan
 
@@ -50,7 +50,7 @@ def training_step(
     if is_compiled and isinstance(model, DAKBaseline):
         loss = model.training_loss(compile=True)
     elif is_compiled:
-        loss.forward = torch.compile(loss.forward)
+        loss.forward = Compiled(loss.forward)  # as `fit(compile=True)` does for DAK
     loss.train()
     groups = Plan(learning_rate=learning_rate).groups(*loss.parameter_groups())
     (optimizer,) = build_optimizers(groups, fused=True)

@@ -31,16 +31,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Prior(ABC):
-    """The same distribution for every element of a site; all its numbers but `loc` are positive."""
+    """The same distribution for every element of a site."""
+
+    @abstractmethod
+    def element(self, like: Tensor) -> dist.Distribution:
+        """The distribution of one element, in the dtype and on the device of `like`."""
+
+
+@dataclass(frozen=True)
+class _CheckedPrior(Prior):
+    """The priors of this file, all of whose numbers but `loc` are positive."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name != "loc":
                 check_positive(field.name, getattr(self, field.name))
-
-    @abstractmethod
-    def element(self, like: Tensor) -> dist.Distribution:
-        """The distribution of one element, in the dtype and on the device of `like`."""
 
 
 PriorLike: TypeAlias = (
@@ -51,7 +56,7 @@ PriorLike: TypeAlias = (
 
 
 @dataclass(frozen=True)
-class NormalPrior(Prior):
+class NormalPrior(_CheckedPrior):
     """N(loc, scale^2)."""
 
     loc: float = 0.0
@@ -62,7 +67,7 @@ class NormalPrior(Prior):
 
 
 @dataclass(frozen=True)
-class LaplacePrior(Prior):
+class LaplacePrior(_CheckedPrior):
     """Laplace with standard deviation `scale`: sparse weights."""
 
     scale: float = 1.0
@@ -72,7 +77,7 @@ class LaplacePrior(Prior):
 
 
 @dataclass(frozen=True)
-class StudentTPrior(Prior):
+class StudentTPrior(_CheckedPrior):
     """Student-t with `df` degrees of freedom: occasional large weights."""
 
     df: float = 4.0
@@ -83,7 +88,7 @@ class StudentTPrior(Prior):
 
 
 @dataclass(frozen=True)
-class HorseshoePrior(Prior):
+class HorseshoePrior(_CheckedPrior):
     """Horseshoe over the scales of the units, for the site "shrinkage" only.
 
     shrinkage_p ~ HalfCauchy(global_shrinkage), global_shrinkage ~ HalfCauchy(global_scale): most
@@ -97,7 +102,7 @@ class HorseshoePrior(Prior):
 
 
 @dataclass(frozen=True)
-class GammaScalePrior(Prior):
+class GammaScalePrior(_CheckedPrior):
     """Automatic relevance: shrinkage_p ~ Gamma(concentration, rate), for the site "shrinkage"."""
 
     concentration: float = 1.0

@@ -1,4 +1,5 @@
 import math
+from dataclasses import dataclass
 
 import pyro.distributions as dist
 import pytest
@@ -6,13 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from pyro_dak import (
+    DAK,
     GammaScalePrior,
     HorseshoePrior,
     LaplacePrior,
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.model.priors import resolve_priors, site_prior
+from pyro_dak.model.priors import Prior, resolve_priors, site_prior
 from tests import scenarios
 
 SHAPES = {"mu": torch.Size((2,)), "z": torch.Size((2, 3, 4))}
@@ -170,3 +172,21 @@ def test_scales_must_be_positive(kind, scale):
 def test_parameters_must_be_positive(kind, name):
     with pytest.raises(ValueError, match=f"`{name}` must be positive"):
         kind(**{name: -1.0})
+
+
+@dataclass(frozen=True)
+class ShiftedPrior(Prior):
+    """A prior of one's own, with a number that may be negative and a word."""
+
+    low: float = -1.0
+    name: str = "shifted"
+
+    def element(self, like):
+        return dist.Normal(like.new_tensor(self.low), like.new_tensor(1.0))
+
+
+def test_numbers_of_a_prior_of_ones_own_are_its_own_business():
+    model = DAK(
+        torch.nn.Identity(), 2, num_units=2, embedding=False, prior={"mu": ShiftedPrior(-3.0)}
+    )
+    assert_close(model.prior_distribution("mu", torch.zeros(())).mean, torch.tensor([-3.0]))
