@@ -1,8 +1,10 @@
 """Checks at the public boundary: each returns nothing, or raises an error that says what to do."""
 
 import math
+import os
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,38 +12,89 @@ from torch import Tensor
 __all__ = [
     "check_bounds",
     "check_choice",
+    "check_device",
     "check_finite",
     "check_floating",
+    "check_has_values",
     "check_integer",
+    "check_kind",
     "check_last_dim",
+    "check_not_negative",
+    "check_path",
     "check_positive",
     "check_probability",
+    "check_real",
+    "check_seed",
     "check_shape",
+    "check_tensor",
 ]
+
+_MAX_INTEGER = 2**63 - 1
+
+
+def check_kind(name: str, value: object, kind: Any, expected: str) -> None:
+    """Raise unless `value` is an instance of `kind`; `expected` says what that is, and a remedy."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be {expected}; got {_shown(value)}.")
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Raise unless `value` is an integer in [minimum, maximum]."""
+    """Raise unless `value` is an integer in [minimum, maximum], and one of 64 bits."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be an integer; got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"`{name}` must be an integer; got {_shown(value)}.")
     number = int(value)
-    if number < minimum or (maximum is not None and number > maximum):
+    if not minimum <= number <= (_MAX_INTEGER if maximum is None else maximum):
         limits = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        if maximum is None and number > minimum:
+            limits = "below 2^63"
         raise ValueError(f"`{name}` must be {limits}; got {value}.")
+
+
+def check_seed(name: str, value: object) -> None:
+    """Raise unless `value` is None or an integer that torch takes as a seed."""
+    if value is not None:
+        check_integer(name, value, minimum=-(2**63))
 
 
 def check_positive(name: str, value: object) -> None:
     """Raise unless `value` is a finite real number above zero."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a real number; got {value!r} ({type(value).__name__}).")
-    if not (math.isfinite(value) and float(value) > 0):
+    if not 0 < _real(name, value) < math.inf:
         raise ValueError(f"`{name}` must be positive and finite; got {value}.")
 
 
-def check_probability(name: str, value: float) -> None:
+def check_not_negative(name: str, value: object) -> None:
+    """Raise unless `value` is a finite real number, zero or above."""
+    if not 0 <= _real(name, value) < math.inf:
+        raise ValueError(f"`{name}` must not be negative, and be finite; got {value}.")
+
+
+def check_real(name: str, value: object) -> None:
+    """Raise unless `value` is a finite real number."""
+    if not math.isfinite(_real(name, value)):
+        raise ValueError(f"`{name}` must be finite; got {value}.")
+
+
+def check_probability(name: str, value: object) -> None:
     """Raise unless `value` lies strictly between 0 and 1."""
-    if not 0 < value < 1:
+    if not 0 < _real(name, value) < 1:
         raise ValueError(f"`{name}` must lie strictly between 0 and 1; got {value}.")
+
+
+def _real(name: str, value: object) -> float:
+    """A real number as a float; one that is too large for a float is infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a real number; got {_shown(value)}.")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _shown(value: object) -> str:
+    """A value and its type, in a line of an error message."""
+    text = repr(value)
+    is_short = len(text) <= 80 and "\n" not in text
+    return f"{text} ({type(value).__name__})" if is_short else f"a {type(value).__name__}"
 
 
 def check_bounds(name: str, bounds: object) -> None:
@@ -52,25 +105,66 @@ def check_bounds(name: str, bounds: object) -> None:
     for end in (low, high):
         if isinstance(end, bool) or not isinstance(end, Real):
             raise TypeError(f"`{name}` must hold two real numbers; got {bounds!r}.")
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"`{name}` must be finite with low < high; got ({low}, {high}).")
+    low, high = (_real(name, end) for end in bounds)
+    if not (low < high and math.isfinite(high - low)):
+        raise ValueError(
+            f"`{name}` must be finite with low < high; got ({bounds[0]}, {bounds[1]})."
+        )
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise unless `value` is one of `choices`; the error lists them."""
-    known = sorted(choices)
-    if value not in known:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}; got {value!r}.")
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        listed = ", ".join(sorted(map(repr, known)))
+        shown = repr(value) if isinstance(value, str) else _shown(value)
+        raise ValueError(f"`{name}` must be one of {listed}; got {shown}.")
 
 
-def check_floating(name: str, value: object) -> None:
-    """Raise unless `value` is a tensor of a floating dtype."""
+def check_device(name: str, value: Any) -> None:
+    """Raise unless `value` is a device that torch has on this machine."""
+    try:
+        torch.empty(0, device=torch.device(value))
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"`{name}` must be a device that torch has here, such as 'cpu'; got {_shown(value)}."
+        ) from error
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise unless `value` is a path that a file system can have."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(
+            f"`{name}` must be a path: a string or a pathlib.Path; got {_shown(value)}."
+        )
+    if "\0" in str(value):
+        raise ValueError(f"`{name}` must not have a null character; got {str(value)!r}.")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise unless `value` is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"`{name}` must be a torch.Tensor; got {type(value).__name__}. "
             "Convert it with torch.as_tensor."
         )
-    if not value.is_floating_point():
+    if value.layout != torch.strided:
+        raise TypeError(f"`{name}` must be dense; got {value.layout}. Use `{name}.to_dense()`.")
+
+
+def check_has_values(name: str, value: Tensor) -> None:
+    """Raise if `value` is on the meta device, where tensors have shapes and no values."""
+    if value.is_meta:
+        raise ValueError(
+            f"`{name}` must hold values; got a tensor on the meta device. Move what it stands for "
+            "to a device of its own first."
+        )
+
+
+def check_floating(name: str, value: object) -> None:
+    """Raise unless `value` is a dense tensor of a floating dtype."""
+    check_tensor(name, value)
+    if isinstance(value, Tensor) and not value.is_floating_point():
         raise TypeError(
             f"`{name}` must have a floating dtype; got {value.dtype}. "
             f"Convert it with `{name}.float()` or `{name}.double()`."

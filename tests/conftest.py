@@ -1,5 +1,6 @@
 """Every test runs with shapes checked, in float64, with a fixed seed and warnings as errors."""
 
+import signal
 from collections.abc import Iterator
 
 import jaxtyping
@@ -13,6 +14,8 @@ jaxtyping.install_import_hook(
     "pyro_dak", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 )
 torch.set_num_threads(1)
+# A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import pytest
 import torch
+import torch._functorch.config
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from pyro_dak import (
     HeteroscedasticLikelihood,
     LowRankGuide,
     MeanFieldGuide,
+    NaturalGuide,
     PoissonLikelihood,
     StudentTLikelihood,
     UnitBlockGuide,
@@ -30,12 +33,26 @@ from pyro_dak.inference.exact import ExactPosterior, exact_posterior
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.likelihoods import Likelihood
 
-GUIDES: dict[str, Callable[..., GaussianGuide]] = {
+# Guides with parameters for an optimiser.
+LEARNED: dict[str, Callable[..., GaussianGuide]] = {
     "mean_field": MeanFieldGuide,
     "unit_block": UnitBlockGuide,
     "low_rank": lambda model, **options: LowRankGuide(model, rank=2, **options),
     "full_rank": FullRankGuide,
 }
+# Guides that start at the prior, whatever the options of the others are.
+NATURAL: dict[str, Callable[..., GaussianGuide]] = {
+    "natural_joint": lambda model, **_: NaturalGuide(model, "joint"),
+    "natural_shared": lambda model, **_: NaturalGuide(model, "shared"),
+    "natural_diagonal": lambda model, **_: NaturalGuide(model, "diagonal"),
+}
+GUIDES = LEARNED | NATURAL
+
+# Older versions of torch run a training step as it is, whatever `compile` says.
+compiles_training = pytest.mark.skipif(
+    not hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"),
+    reason="this version of torch compiles backward passes too late",
+)
 
 LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
     "gaussian": lambda: GaussianLikelihood(0.5),
@@ -125,9 +142,17 @@ def classification(num_outputs: int = 3, **options: Any) -> Scenario:
 
 @torch.no_grad()
 def randomised(guide: GaussianGuide, spread: float) -> GaussianGuide:
-    """The guide with every parameter moved by N(0, spread^2)."""
+    """The guide with every parameter moved by N(0, spread^2), and a precision that is not one."""
     for parameter in guide.parameters():
         parameter += spread * torch.randn_like(parameter)
+    if isinstance(guide, NaturalGuide):
+        guide.mean += spread * torch.randn_like(guide.mean)
+        noise = spread * torch.randn_like(guide.precision)
+        if guide.covariance == "diagonal":
+            guide.precision *= 6 * noise.exp()
+        else:
+            guide.precision *= 6
+            guide.precision += 6 * noise @ noise.mT
     return guide
 
 
@@ -169,7 +194,7 @@ def weight_draws(guide: GaussianGuide, num_draws: int) -> dict[str, Tensor]:
 def flat(guide: GaussianGuide, values: dict[str, Tensor]) -> Tensor:
     """All weights as one vector `(..., K)`, in the order of `joint`."""
     *batch, F = values["mu"].shape
-    rows = F if isinstance(guide, FullRankGuide) else 1
+    rows = F if isinstance(guide, FullRankGuide | NaturalGuide) else 1
     parts = [values[name].reshape(*batch, rows, -1) for name in guide.weight_sites]
     return torch.cat(parts, -1).flatten(-2)
 
@@ -178,7 +203,7 @@ def unflat(
     guide: GaussianGuide, vector: Tensor, shapes: dict[str, torch.Size]
 ) -> dict[str, Tensor]:
     """Sites from vectors `(..., K)`: the inverse of `flat`."""
-    rows = shapes["mu"][0] if isinstance(guide, FullRankGuide) else 1
+    rows = shapes["mu"][0] if isinstance(guide, FullRankGuide | NaturalGuide) else 1
     columns = vector.unflatten(-1, (rows, -1))
     sizes = [shapes[name].numel() // rows for name in guide.weight_sites]
     parts = zip(guide.weight_sites, columns.split(sizes, -1), strict=True)
@@ -188,6 +213,15 @@ def unflat(
 @torch.no_grad()
 def joint(guide: GaussianGuide) -> torch.distributions.MultivariateNormal:
     """q over all weights, with its full covariance matrix written out."""
+    if isinstance(guide, NaturalGuide):
+        F = len(guide.mean)
+        full = torch.diag_embed if guide.covariance == "diagonal" else torch.clone
+        precisions = full(guide.precision).expand(F, -1, -1)
+        cov = torch.block_diag(*torch.linalg.inv(precisions))
+        if guide.has_common_shift:
+            prior = torch.diag(guide.prior_precision.sum(0).reciprocal())
+            cov += torch.kron(torch.ones(F, F), prior - torch.linalg.inv(precisions.sum(0)))
+        return torch.distributions.MultivariateNormal(guide.mean.flatten(), cov)
     if isinstance(guide, FullRankGuide):
         tril = torch.block_diag(*guide.scale_tril)
         return torch.distributions.MultivariateNormal(guide.loc.flatten(), tril @ tril.mT)

@@ -26,6 +26,8 @@ ORDER = (
 TORCH_ONLY = ("validation", "fast", "additive")
 # Who may use the fast twins of the plain formulas.
 USERS_OF_FAST = ("additive/", "fast/", "prediction/freeze.py", "training/loop.py")
+# Methods that write a file at the path that they get.
+WRITERS = ("save_file", "savefig", "to_csv", "to_parquet", "write_bytes", "write_text")
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 MODULES = sorted(
@@ -104,6 +106,28 @@ def test_nothing_imports_the_experiments(folder):
 def test_boards_stand_on_the_package_alone(board):
     others = {"models", "guides", "experiments", "benchmarks", "tests"} - {board}
     assert [path.name for path in files_of(board) if roots(path) & others] == []
+
+
+def writes(path):
+    """The calls that write a file elsewhere than at a temporary path."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            text, name = ast.unparse(node), ast.unparse(node.func).split(".")[-1]
+            is_opened = name == "open" and any(f"'{mode}" in text for mode in "wx")
+            is_written = name in WRITERS and isinstance(node.func, ast.Attribute)
+            if (is_opened or is_written) and "temporary" not in text:
+                yield text
+
+
+@pytest.mark.parametrize("folder", ["pyro_dak", "models", "guides", "experiments", "benchmarks"])
+def test_all_files_are_written_whole(folder):
+    """Whoever writes a file does so through `write_whole`, which hands out a temporary path."""
+    texts = {text for path in files_of(folder) for text in writes(path)}
+    allowed = {
+        "result.to_csv(sys.stdout, index=False)",
+        "Path('/proc/self/clear_refs').write_text('5')",
+    }
+    assert texts - allowed == set()
 
 
 def test_the_package_imports_no_board():

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ GOOD = {
     "rank": (validation.check_shape, ("h", torch.zeros(2, 3), ("N", "P"), "why")),
     "shape": (validation.check_shape, ("h", torch.zeros(5, 2, 3), (2, 3), "why")),
     "last dimension": (validation.check_last_dim, ("h", torch.zeros(2, 3), 3, "why", "do")),
+    "kind": (validation.check_kind, ("k", 3, int, "a number")),
+    "not negative": (validation.check_not_negative, ("w", 0)),
+    "real": (validation.check_real, ("r", -2.5)),
+    "no seed": (validation.check_seed, ("seed", None)),
+    "a negative seed": (validation.check_seed, ("seed", -3)),
+    "device": (validation.check_device, ("device", "cpu")),
+    "path": (validation.check_path, ("path", Path("a"))),
+    "tensor": (validation.check_tensor, ("y", torch.zeros(2, dtype=torch.long))),
     "finite": (validation.check_finite, ("h", torch.zeros(2))),
     "finite and empty": (validation.check_finite, ("h", torch.zeros(0))),
     "finite on meta": (validation.check_finite, ("h", torch.zeros(2, device="meta"))),
@@ -30,6 +39,54 @@ integer, positive, bounds = (
     validation.check_bounds,
 )
 BAD = [
+    (integer, ("n", 2**63, 1), ValueError, "`n` must be below 2^63; got 9223372036854775808."),
+    (
+        integer,
+        ("n", -(2**70), 1),
+        ValueError,
+        "`n` must be at least 1; got -1180591620717411303424.",
+    ),
+    (integer, ("n", torch.ones(9, 9), 1), TypeError, "`n` must be an integer; got a Tensor."),
+    (positive, ("s", 10**400), ValueError, "`s` must be positive and finite; got 1000"),
+    (bounds, ("b", (0, 10**400)), ValueError, "`b` must be finite with low < high"),
+    (bounds, ("b", (-1e308, 1e308)), ValueError, "`b` must be finite with low < high"),
+    (
+        validation.check_kind,
+        ("k", "three", int, "a number, such as 3"),
+        TypeError,
+        "`k` must be a number, such as 3; got 'three' (str).",
+    ),
+    (
+        validation.check_not_negative,
+        ("w", -0.5),
+        ValueError,
+        "`w` must not be negative, and be finite; got -0.5.",
+    ),
+    (validation.check_real, ("r", math.inf), ValueError, "`r` must be finite; got inf."),
+    (
+        validation.check_seed,
+        ("seed", 1.5),
+        TypeError,
+        "`seed` must be an integer; got 1.5 (float).",
+    ),
+    (
+        validation.check_tensor,
+        ("y", torch.eye(2).to_sparse()),
+        TypeError,
+        "`y` must be dense; got torch.sparse_coo. Use `y.to_dense()`.",
+    ),
+    (
+        validation.check_has_values,
+        ("x", torch.zeros(2, device="meta")),
+        ValueError,
+        "`x` must hold values; got a tensor on the meta device.",
+    ),
+    (validation.check_device, ("d", "abacus"), ValueError, "`d` must be a device that torch has"),
+    (validation.check_device, ("d", []), ValueError, "`d` must be a device that torch has here"),
+    (validation.check_path, ("path", 3), TypeError, "`path` must be a path: a string or a"),
+    (validation.check_path, ("path", "a\0"), ValueError, "`path` must not have a null character"),
+    (validation.check_probability, ("q", "0.5"), TypeError, "`q` must be a real number; got '0.5'"),
+    (validation.check_choice, ("c", 3, ["x"]), ValueError, "`c` must be one of 'x'; got 3 (int)."),
     (integer, ("n", 0, 1), ValueError, "`n` must be at least 1; got 0."),
     (integer, ("n", 4, 1, 3), ValueError, "`n` must be between 1 and 3; got 4."),
     (integer, ("n", 2.0, 1), TypeError, "`n` must be an integer; got 2.0 (float)."),

@@ -14,7 +14,13 @@ from pyro_dak.additive.factor import LevelConstants, dense_inverse_factor, level
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.fast import fused
-from pyro_dak.validation import check_choice, check_finite, check_floating
+from pyro_dak.validation import (
+    check_choice,
+    check_finite,
+    check_floating,
+    check_kind,
+    check_not_negative,
+)
 
 __all__ = ["KernelActivation", "LocalConstants", "Route", "dense_is_faster"]
 
@@ -67,7 +73,8 @@ class KernelActivation(nn.Module):
     nodes around h instead: `combine` and `combine_moments` choose the faster route.
 
     The module has no parameters and no buffers: constants are computed once in float64 and cast to
-    the dtype and device of the input, once for each.
+    the dtype and device of the input, once for each. Kernels that are not Markov are evaluated in
+    float64 whatever the dtype: their factor has entries up to 1 / sqrt(jitter).
 
     Args:
         grid: inducing points U.
@@ -82,12 +89,16 @@ class KernelActivation(nn.Module):
 
     def __init__(self, grid: DyadicGrid, kernel: Kernel | None = None, jitter: float = 1e-6):
         super().__init__()
+        check_kind("grid", grid, DyadicGrid, "a DyadicGrid")
+        if kernel is not None:
+            check_kind("kernel", kernel, Kernel, "a kernel, such as LaplaceKernel(1.0)")
+        check_not_negative("jitter", jitter)
         self.grid = grid
         self.kernel = LaplaceKernel() if kernel is None else kernel
         self.num_inducing = grid.num_inducing
         self.delta = grid.spacing / self.kernel.lengthscale
         is_markov = self.has_local_route = self.kernel.is_markov
-        self._factor = None if is_markov else dense_inverse_factor(grid, self.kernel, jitter)
+        self._factor = None if is_markov else dense_inverse_factor(grid, self.kernel, float(jitter))
         self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
         kept = self.prior_variance_between_nodes()
         if self.num_inducing > 1 and kept < 0.5:
@@ -111,18 +122,27 @@ class KernelActivation(nn.Module):
         check_finite("h", h)
         return self.features(h)
 
-    def features(self, h: Tensor) -> Tensor:
-        """`forward` without the checks, for callers that have made them."""
+    def features(self, h: Tensor, num_levels: int | None = None) -> Tensor:
+        """`forward` without the checks, for callers that have made them.
+
+        With `num_levels`, only the columns of the coarsest levels, `(..., N, P, 2^num_levels - 1)`.
+        """
+        M = self.num_inducing if num_levels is None else 2**num_levels - 1
         if self._factor is not None:
-            key = (h.dtype, h.device)
+            # The factor, with entries up to 1 / sqrt(jitter), would enlarge the rounding errors of
+            # the kernel; Apple's GPUs have no double precision.
+            dtype = torch.float32 if h.device.type == "mps" else torch.float64
+            key = (dtype, h.device)
             if key not in self._cache:
                 tensors = (self.grid.inducing_points, self._factor)
-                self._cache[key] = [tensor.to(h.device, h.dtype) for tensor in tensors]
+                self._cache[key] = [tensor.to(h.device, dtype) for tensor in tensors]
             U, factor = self._cache[key]
-            return self.kernel(h, U) @ factor
+            return (self.kernel(h.to(dtype), U) @ factor[:, :M]).to(h.dtype)
         constants = self.local_constants(h).features
+        if num_levels is not None:
+            constants = bridge.FeatureConstants(*(part[:num_levels] for part in constants))
         index, value = bridge.level_features(self._coordinates(h), constants, self.delta)
-        return h.new_zeros(*h.shape, self.num_inducing).scatter(-1, index, value)
+        return h.new_zeros(*h.shape, M).scatter(-1, index, value)
 
     def residual_variance(self, h: Tensor) -> Tensor:
         """Prior variance lost between and outside the nodes, 1 - phi phi^T, like h.

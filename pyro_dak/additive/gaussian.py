@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pyro_dak.additive.activation import KernelActivation, Route
@@ -17,7 +17,12 @@ from pyro_dak.validation import (
 )
 
 __all__ = [
+    "ExpectedDerivatives",
     "FunctionMoments",
+    "compact",
+    "expected_derivatives_heteroscedastic",
+    "expected_derivatives_normal",
+    "expected_derivatives_student_t",
     "expected_log_categorical_bound",
     "expected_log_heteroscedastic",
     "expected_log_normal",
@@ -28,9 +33,12 @@ __all__ = [
     "log_normalizer_bound",
     "mean_field_moments",
     "sample_marginals",
+    "tril_of_inverse",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
+# Of the trapezium rule in log t: their distance is then at most a half for all but huge ratios.
+_NUM_NODES = 96
 
 
 class FunctionMoments(NamedTuple):
@@ -44,6 +52,28 @@ class FunctionMoments(NamedTuple):
     mean: Tensor
     var: Tensor
     root: Tensor | None = None
+
+
+def compact(moments: FunctionMoments) -> FunctionMoments:
+    """The same q(f) with a root of at most F rows, and with none for a single function."""
+    mean, var, root = moments
+    F = mean.shape[-1]
+    if root is None or F == 1:
+        return FunctionMoments(mean, var)
+    if len(root) > F:  # A = Q R has A^T A = R^T R
+        root = torch.linalg.qr(root.movedim(0, -2), mode="r").R.movedim(-2, 0)
+    return FunctionMoments(mean, var, root)
+
+
+class ExpectedDerivatives(NamedTuple):
+    """Expected derivatives of log p(y | f) by each function at every row, `(..., N, F)` each.
+
+    The gradient is E_q[d log p / d f], and the curvature is -E_q[d^2 log p / d f^2], or a number
+    near it that is not negative.
+    """
+
+    gradient: Tensor
+    curvature: Tensor
 
 
 def sample_marginals(
@@ -63,7 +93,8 @@ def sample_marginals(
         return mean + var.sqrt() * noise
     shared = torch.randn(num_samples, len(root), *rows, **options)
     shared = shared.expand(num_samples, len(root), *mean.shape[:-1])
-    own = (var - root.square().sum(0)).clamp(min=0)  # zero up to rounding where the root is all
+    # Nothing, up to rounding, where the root is all; but the square root needs a gradient there.
+    own = (var - root.square().sum(0)).clamp(min=torch.finfo(var.dtype).tiny)
     return mean + own.sqrt() * noise + torch.einsum("sr...,r...f->s...f", shared, root)
 
 
@@ -138,6 +169,74 @@ def expected_log_heteroscedastic(
     return -0.5 * (_LOG_2PI + eta_mean + squares).sum(-1)
 
 
+def expected_derivatives_normal(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*batch n c"],
+    noise_scale: Float[Tensor, "..."],
+) -> ExpectedDerivatives:
+    """Expected derivatives of log N(y | f, s^2) by f: (y - m) / s^2 and 1 / s^2, exactly."""
+    precision = noise_scale.square().reciprocal().expand_as(f_mean)
+    return ExpectedDerivatives((y - f_mean) * precision, precision)
+
+
+def expected_derivatives_heteroscedastic(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+    eta_mean: Float[Tensor, "*#batch n c"],
+    eta_var: Float[Tensor, "*#batch n c"],
+    covariance: Float[Tensor, "*#batch n c"] | float = 0.0,
+) -> ExpectedDerivatives:
+    """Expected derivatives of log N(y | f, exp(eta)) by f, then by eta, `(..., N, 2 C)`, exactly.
+
+    With w = E exp(-eta) = exp(-m_eta + v_eta / 2), r = y - m_f + cov(f, eta) and Q = r^2 + v_f, the
+    expectation of exp(-eta) (y - f)^2 is w Q (see `expected_log_heteroscedastic`). Hence
+
+        by f: gradient w r, curvature w;   by eta: gradient (w Q - 1) / 2, curvature w Q / 2.
+    """
+    r = y - f_mean + covariance
+    w = (0.5 * eta_var - eta_mean).exp()
+    w_Q = w * (r.square() + f_var)
+    gradient = torch.cat([w * r, 0.5 * (w_Q - 1)], -1)
+    return ExpectedDerivatives(gradient, torch.cat([w, 0.5 * w_Q], -1))
+
+
+def expected_derivatives_student_t(
+    y: Float[Tensor, "*batch n c"],
+    f_mean: Float[Tensor, "*#batch n c"],
+    f_var: Float[Tensor, "*#batch n c"],
+    df: float,
+    noise_scale: Float[Tensor, "..."],
+) -> ExpectedDerivatives:
+    """Expected derivatives of log StudentT(y | df, f, s) by f, `(..., N, C)`.
+
+    The gradient is E[(df + 1) r / (df s^2 + r^2)] with r ~ N(d, v), d = y - m. Since
+    1 / a = int_0^inf exp(-a u) du and the expectation of r exp(-u r^2) is closed, it is
+
+        (df + 1) d / a int_0^inf exp(-t) D^{-3/2} exp(-t d^2 / (a D)) dt,   D = 1 + 2 t v / a,
+
+    with a = df s^2: a smooth integrand, for which the trapezium rule in log t is exact up to
+    rounding, however narrow the noise is against q(f).
+
+    The second derivative is negative far from f, so the curvature is a surrogate: the weight
+    (df + 1) / (a + d^2 + v), which the datum has when the t is written as a mixture of normals,
+    times (df + 1) / (df + 3). For a narrow q its mean over y is (df + 1) / ((df + 3) s^2), the
+    Fisher information, which is the mean of the second derivative too; outliers count little.
+    """
+    d, a = y - f_mean, df * noise_scale.square()
+    ratio, spread = d.square() / a, 2 * f_var / a
+    # The integrand grows like t up to 1 / (1 + ratio + spread) and ends by t = 40.
+    low = -(1 + ratio + spread).log() - 20
+    step = (math.log(40.0) - low) / (_NUM_NODES - 1)
+    nodes = torch.arange(_NUM_NODES, dtype=d.dtype, device=d.device)
+    log_t = low + step * nodes.reshape(-1, *[1] * d.dim())
+    t = log_t.exp()
+    D = 1 + t * spread
+    integral = step * (log_t - t - 1.5 * D.log() - t * ratio / D).exp().sum(0)
+    curvature = (df + 1) ** 2 / (df + 3) / (a + d.square() + f_var)
+    return ExpectedDerivatives((df + 1) * d / a * integral, curvature)
+
+
 def _var_of_shifted(a: Tensor, moments: FunctionMoments) -> Tensor:
     """Var(f_c - a^T f) of each function, `(..., N, F)`: of its own part and of the shared one."""
     own, root = moments.var, moments.root
@@ -202,19 +301,33 @@ def kl_diagonal(
     return kl_elements((loc - prior_loc) / prior_scale, (scale / prior_scale).log()).sum()
 
 
+def tril_of_inverse(
+    matrix: Float[Tensor, "*blocks k k"],
+) -> tuple[Float[Tensor, "*blocks k k"], Bool[Tensor, "*blocks"]]:
+    """The lower Cholesky factor of the inverse of each matrix, and whether there is one.
+
+    With J the reversal, the Cholesky factor of J A J reversed is an upper U with A = U U^T, so that
+    U^{-T} is lower and U^{-T} U^{-1} = A^{-1}. The inverse itself is never formed.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix.flip(-1, -2))
+    upper = lower.flip(-1, -2)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve_triangular(upper, eye.expand_as(upper), upper=True).mT, info == 0
+
+
 def kl_tril(
     loc: Float[Tensor, "*blocks k"],
-    scale_tril: Float[Tensor, "*blocks k k"],
+    scale_tril: Float[Tensor, "*#blocks k k"],
     prior_loc: Float[Tensor, "..."] | float = 0.0,
     prior_scale: Float[Tensor, "..."] | float = 1.0,
 ) -> Float[Tensor, ""]:
     """KL of N(loc, T T^T) from independent normals, summed over blocks, a scalar.
 
     Block-diagonal covariances are a batch of blocks; one block is the full covariance. The diagonal
-    of T is positive, and the prior broadcasts to `loc`.
+    of T is positive; the prior, and a T that blocks share, broadcast to `loc`.
     """
     prior_scale = torch.as_tensor(prior_scale, dtype=loc.dtype, device=loc.device).expand_as(loc)
-    trace = (scale_tril / prior_scale.unsqueeze(-1)).square().sum()
+    trace = (scale_tril.square().sum(-1) / prior_scale.square()).sum()
     shift = ((loc - prior_loc) / prior_scale).square().sum()
     log_ratio = (scale_tril.diagonal(dim1=-2, dim2=-1) / prior_scale).log().sum()
     return 0.5 * (trace + shift - loc.numel()) - log_ratio

@@ -8,7 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from pyro_dak.validation import check_positive
+from pyro_dak.validation import check_positive, check_real
 
 __all__ = ["Kernel", "LaplaceKernel", "MaternKernel", "RBFKernel"]
 
@@ -61,6 +61,7 @@ class MaternKernel(Kernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("nu", self.nu)
         if self.nu not in (1.5, 2.5):
             raise ValueError(f"`nu` must be 1.5 or 2.5; got {self.nu}. For 0.5 use LaplaceKernel.")
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.validation import check_integer, check_kind
 
 __all__ = ["AdditiveLayer", "Weights"]
 
@@ -39,6 +40,9 @@ class AdditiveLayer(nn.Module):
         linear_term: bool = False,
     ):
         super().__init__()
+        check_kind("activation", activation, KernelActivation, "a KernelActivation")
+        check_integer("num_units", num_units, minimum=1)
+        check_integer("num_functions", num_functions, minimum=1)
         self.activation = activation
         self.num_units = num_units
         self.num_functions = num_functions
@@ -84,16 +88,38 @@ class AdditiveLayer(nn.Module):
             mean, var = mean + r @ loc.linear.mT, var + r.square() @ scale.linear.square().mT
         return FunctionMoments(mean, var)
 
-    def design(self, h: Tensor) -> Tensor:
+    def design(self, h: Tensor, num_levels: int | None = None) -> Tensor:
         """The row of each input in the linear model of the weights, `(..., N, num_weights)`.
 
-        Columns: 1 for the bias, sigma_p r(h_p) if there is a linear term, sigma_p phi(h_p).
+        Columns: 1 for the bias, sigma_p r(h_p) if there is a linear term, sigma_p phi(h_p). With
+        `num_levels`, each unit has the columns of its coarsest levels only.
         """
         columns = [torch.ones_like(h[..., :1])]
         if self.linear_term:
             columns.append(self.unit_scale * self.linear_inputs(h))
-        phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h)
+        phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h, num_levels)
         return torch.cat([*columns, phi.flatten(-2)], -1)
+
+    def row_sums(self, h: Tensor, by_mean: Tensor, by_variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Phi^T a and (Phi^2)^T b, `(F, num_weights)` each, for weights of rows a, b `(N, F)`.
+
+        Phi is the design at h `(N, P)`, and Phi^2 has its squares. Since the mean of f is Phi m and
+        its variance Phi^2 v for independent weights, the sums are the gradients of sum a E f and
+        sum b Var f by m and v; on the local route no `(N, P, M)` tensor is made.
+        """
+        F, P, M = self.num_functions, self.num_units, self.activation.num_inducing
+        h, sigma = h.detach(), self.unit_scale.detach()
+        with torch.enable_grad():
+            loc, var = (h.new_zeros(F, P, M, requires_grad=True) for _ in range(2))
+            moments = self.activation.combine_moments(h, loc, var, unit_scale=sigma)
+            sums = torch.autograd.grad(moments, (loc, var), (by_mean, by_variance))
+        ones = torch.ones_like(h[:, :1])
+        columns = [ones, sigma * self.linear_inputs(h)] if self.linear_term else [ones]
+        others = torch.cat(columns, -1)
+        return (
+            torch.cat([by_mean.mT @ others, sums[0].flatten(-2)], -1),
+            torch.cat([by_variance.mT @ others.square(), sums[1].flatten(-2)], -1),
+        )
 
     def component_means(self, h: Tensor, weights: Weights) -> Tensor:
         """Shares of the units in f, sigma_p (phi_p . z[c, p] + r_p linear[c, p]), `(N, F, P)`."""

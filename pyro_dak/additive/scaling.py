@@ -1,8 +1,10 @@
 """Bringing the unit inputs into the bounds of the grid.
 
-A scaling is an affine map per unit. In training mode its statistics are those of the batch, with
+A scaling is an affine map per unit. In a training step its statistics are those of the batch, with
 their gradient, as in batch normalisation, and running averages of them are kept in buffers; in
-eval mode the running statistics are used, so that a prediction depends on its own row alone.
+eval mode the running statistics are used, so that a prediction depends on its own row alone. A
+training step is a call in training mode with gradients on: without gradients the running statistics
+are used and stay as they are (before the first step there are none, and a batch has its own).
 (Detached running statistics in training were tried: the scale of the features then drifts, and the
 test error doubles.) When `fit` runs in several processes, they are those of the global batch.
 """
@@ -56,6 +58,10 @@ class Scaling(nn.Module):
         # A single row has no spread: it is mapped by what earlier batches showed.
         if not self.training or (len(rows) < 2 and not self.is_synchronized):
             return self.apply_map(h, self.first, self.second)
+        if not torch.is_grad_enabled():  # an evaluation, in training mode
+            if self.num_batches > 0:
+                return self.apply_map(h, self.first, self.second)
+            return self.map_batch(rows)[0].view(h.shape)
         scaled, first, second = self.map_batch(rows)
         running, batch = (self.first, self.second), (first.detach(), second.detach())
         update_running(running, batch, self.num_batches, self.momentum)
@@ -166,7 +172,7 @@ class MinMax(Scaling):
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum and maximum; over all processes, and without gradient, if there are several."""
-        low, high = torch.aminmax(rows, dim=0)
+        low, high = rows.amin(0), rows.amax(0)  # `aminmax` has no gradient in torch 2.6
         if self.is_synchronized:
             extremes = torch.cat([-low, high]).detach()
             torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)

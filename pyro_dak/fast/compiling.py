@@ -63,14 +63,18 @@ def _keep_guards(entries: Sequence[Any]) -> list[bool]:
 def _compiling() -> Iterator[None]:
     """Settings of the compiler for a call that may compile.
 
-    The backward pass is compiled with the forward pass, so that a failure can be caught here, and
-    many models may share their code. Versions of torch without a setting do without it.
+    The backward pass is compiled with the forward pass, so that a failure can be caught here;
+    versions of torch that cannot do this compile predictions only. Many models may share their
+    code, where torch has a setting for it.
     """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
 
+    at_once = "force_non_lazy_backward_lowering"
+    if torch.is_grad_enabled() and not hasattr(functorch, at_once):
+        raise RuntimeError(f"torch {torch.__version__} is too old to compile a training step.")
     settings = (
-        (functorch, "force_non_lazy_backward_lowering", True),
+        (functorch, at_once, True),
         (dynamo, "recompile_limit", _MAX_VERSIONS),
         (dynamo, "accumulated_recompile_limit", _MAX_VERSIONS),
     )

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule, pyro_method
+from pyro.poutine.runtime import get_plates
 from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation
@@ -15,8 +16,10 @@ from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.additive.scaling import build_scaling
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.handlers import check_store, warn_if_weights_are_given
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
-from pyro_dak.model.modes import own_precision
+from pyro_dak.model.modes import local_parameters, own_precision
 from pyro_dak.model.priors import (
     HorseshoePrior,
     NormalPrior,
@@ -24,8 +27,18 @@ from pyro_dak.model.priors import (
     PriorLike,
     resolve_priors,
     site_prior,
+    sites_inside,
 )
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import (
+    check_finite,
+    check_floating,
+    check_has_values,
+    check_integer,
+    check_kind,
+    check_positive,
+    check_shape,
+    check_tensor,
+)
 
 __all__ = ["DAK"]
 
@@ -69,11 +82,16 @@ class DAK(PyroModule):
         linear_term: bool = False,
     ):
         # A context made under this setting can run with local and with global parameters.
-        with pyro.settings.context(module_local_params=True):
+        with local_parameters():
             super().__init__()
+        check_kind("feature_extractor", feature_extractor, nn.Module, "a module from x to features")
         check_integer("feature_dim", feature_dim, minimum=1)
         check_integer("num_units", num_units, minimum=1)
         check_integer("num_outputs", num_outputs, minimum=1)
+        if likelihood is not None:
+            check_kind("likelihood", likelihood, Likelihood, "a likelihood of pyro_dak")
+        if prior is not None:
+            check_kind("prior", prior, Mapping, "a dictionary of priors by site")
         if not embedding and feature_dim != num_units:
             raise ValueError(
                 f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
@@ -90,6 +108,8 @@ class DAK(PyroModule):
         self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term)
         self.site_shapes = self._site_shapes(prior or {})
         self.prior = resolve_priors(prior, self.site_shapes)
+        inside = {n: sites_inside(self.prior[n], shape) for n, shape in self.site_shapes.items()}
+        self.sites_in_priors = {name: sites for name, sites in inside.items() if sites}
 
     def _site_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         F, P, M = self.num_functions, self.num_units, self.num_inducing
@@ -145,8 +165,14 @@ class DAK(PyroModule):
             num_data: size of the data set if x is a minibatch: log-likelihoods count
                 num_data / N times.
         """
-        self.input_shape = self.input_shape or tuple(x.shape[1:])
-        return self.observe(self.unit_inputs(x), y, num_data)
+        check_tensor("x", x)
+        check_store(self)
+        if self.training and torch.is_grad_enabled():
+            warn_if_weights_are_given(self.site_shapes)
+        with explaining(self, x, y):
+            h = self.unit_inputs(x)
+            self.input_shape = self.input_shape or tuple(x.shape[1:])
+            return self.observe(h, y, num_data)
 
     @pyro_method
     def announce_parameters(self) -> None:
@@ -156,6 +182,14 @@ class DAK(PyroModule):
 
     def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""
+        _check_plates()
+        check_floating("h", h)
+        check_has_values("h", h)
+        check_shape("h", h, ("N", self.num_units), "rows x units")
+        if h.shape[-2] == 0:
+            raise ValueError("`h` must have at least one row; got none.")
+        if num_data is not None:
+            check_positive("num_data", num_data)
         N = h.shape[-2]
         h = h.to(self.layer.log_unit_scale.dtype)
         with own_precision(h):  # mixed precision is for the network
@@ -164,13 +198,24 @@ class DAK(PyroModule):
             y = self.likelihood.check_targets(y, self.num_outputs)
         scale = 1.0 if num_data is None else num_data / N
         with pyro.plate("data", N), poutine.scale(scale=scale):
-            return pyro.sample("y", self.likelihood.distribution(f), obs=y)
+            try:
+                y_given_f = self.likelihood.distribution(f)
+            except ValueError:
+                check_finite("h", h)
+                raise
+            y = pyro.sample("y", y_given_f, obs=y)
+        _check_observed(y, (N, *y_given_f.event_shape), self.likelihood)
+        return y
 
     def sample_weights(self, like: Tensor) -> dict[str, Tensor]:
         """Sample every latent site from its prior."""
         values: dict[str, Tensor] = {}
-        for name in self.site_shapes:
-            values[name] = pyro.sample(name, self.conditional_prior(name, values, like))
+        for name, shape in self.site_shapes.items():
+            if name in self.sites_in_priors:
+                prior = site_prior(name, self.prior[name], shape, like)
+            else:
+                prior = self.conditional_prior(name, values, like)
+            values[name] = pyro.sample(name, prior)
         return values
 
     def conditional_prior(
@@ -183,7 +228,14 @@ class DAK(PyroModule):
         return dist.HalfCauchy(scale.expand(*scale.shape[:-1], self.num_units)).to_event(1)
 
     def prior_distribution(self, name: str, like: Tensor) -> dist.Distribution:
-        """Prior of a site, in the dtype and on the device of `like`."""
+        """Prior of a site, in the dtype and on the device of `like`, for closed forms."""
+        if name in self.sites_in_priors:
+            raise NotImplementedError(
+                f"The prior of `{name}` samples `{self.sites_in_priors[name][0]}`, and closed "
+                f"forms know no sites but {', '.join(f'`{site}`' for site in self.site_shapes)}: "
+                "they would take one random draw of it as given. Train by Trace_ELBO of Pyro with "
+                "an autoguide, or sample by NUTS of Pyro; `predict` works with such a guide."
+            )
         return site_prior(name, self.prior[name], self.site_shapes[name], like)
 
     def normal_prior(self, name: str) -> tuple[Any, Any] | None:
@@ -205,6 +257,10 @@ class DAK(PyroModule):
             raise NotImplementedError(
                 "The residual variance is not known with a prior on `shrinkage`; predict without."
             )
+        F, P, _ = self.site_shapes["z"]
+        prior = self.prior["z"]
+        if isinstance(prior, NormalPrior):  # without a distribution, which cannot be compiled
+            return self.layer.unit_residuals(h) @ h.new_full((P, F), prior.scale**2)
         var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
         if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
             raise NotImplementedError(
@@ -228,3 +284,24 @@ class DAK(PyroModule):
                 values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
+
+
+def _check_plates() -> None:
+    """Raise inside a plate over the rows; draws have plates further to the left."""
+    for frame in get_plates():
+        if frame.dim == -1:
+            raise ValueError(
+                f"The model was called inside the plate `{frame.name}`, which would give every row "
+                "weights of its own. Call it outside: it has a plate `data` over the rows, and "
+                "takes minibatches with `num_data`. A plate of draws needs `dim=-2`."
+            )
+
+
+def _check_observed(y: Tensor, shape: tuple[int, ...], likelihood: Likelihood) -> None:
+    if y.shape[-len(shape) :] != shape:
+        raise ValueError(
+            f"`y` must have shape {shape}, that of `{type(likelihood).__name__}.distribution(f)`; "
+            f"got {tuple(y.shape)}. Reshape what you give to `pyro.condition`, or call the model "
+            "with `y` as its second argument. A site that `distribution` samples itself has one "
+            "value per row, and fits f `(..., N, F)` after `.unsqueeze(-1)`."
+        )

@@ -10,14 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.additive.gaussian import (
+    ExpectedDerivatives,
     FunctionMoments,
+    expected_derivatives_heteroscedastic,
+    expected_derivatives_normal,
+    expected_derivatives_student_t,
     expected_log_categorical_bound,
     expected_log_heteroscedastic,
     expected_log_normal,
     log_normalizer_bound,
+    sample_marginals,
 )
-from pyro_dak.additive.quadrature import gauss_hermite, log_expectation
-from pyro_dak.validation import check_finite, check_floating, check_positive
+from pyro_dak.additive.quadrature import (
+    expected_sigmoid,
+    gauss_hermite,
+    log_expectation,
+    log_student_t,
+    normal_nodes,
+)
+from pyro_dak.validation import (
+    check_finite,
+    check_floating,
+    check_has_values,
+    check_positive,
+    check_tensor,
+)
 
 __all__ = [
     "BernoulliLikelihood",
@@ -37,11 +54,20 @@ class Likelihood(nn.Module, ABC):
     and sets `has_closed_form`; where only a lower bound is closed, `expected_log_prob_bound` and
     `has_bound`. Targets are `(N, C)`, one column per output, unless the subclass says otherwise,
     and floating; with `takes_integers` integers are converted.
+
+    Attributes:
+        coupling: a number r for which the matrix of second derivatives of -log p by all functions
+            of a row is at most r times its diagonal. Natural-gradient steps, which look at one
+            function at a time, are kept shorter by it.
+        is_shift_invariant: whether p(y | f) stays the same if one number is added to all functions
+            of a row, as for classes.
     """
 
     has_closed_form = False
     has_bound = False
     takes_integers = False
+    coupling = 1.0
+    is_shift_invariant = False
 
     def num_functions(self, num_outputs: int) -> int:
         """F, the functions that C outputs need."""
@@ -67,6 +93,24 @@ class Likelihood(nn.Module, ABC):
             "Use LocalReparamELBO, or Trace_ELBO of Pyro."
         )
 
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """E_q[d log p / d f] and a non-negative -E_q[d^2 log p / d f^2], each `(..., N, F)`.
+
+        Natural-gradient updates of q take them. Here they are estimated from draws f = m +- d, with
+        one backward pass. The gradient is the mean of the gradients g at the draws. The curvature
+        is minus the slope of the regression of g on f, -sum g (f - m) / sum (f - m)^2, at least 0:
+        by Stein's identity E[g (f - m)] = v E[dg / df], also where log p has kinks.
+        """
+        f = _antithetic_draws(moments, num_samples)
+        with torch.enable_grad():
+            f = f.detach().requires_grad_()
+            (gradients,) = torch.autograd.grad(self.distribution(f).log_prob(y).sum(), f)
+        shift = f.detach() - moments.mean
+        slope = (gradients * shift).sum(0) / shift.square().sum(0)
+        return ExpectedDerivatives(gradients.mean(0), (-slope).clamp(min=0))
+
     def with_noise(self, log_scale: Tensor) -> Any:
         """A copy whose noise scale has this logarithm, which may broadcast against f in any way."""
         other = copy.copy(self)
@@ -86,14 +130,18 @@ class Likelihood(nn.Module, ABC):
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above."""
+        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above.
+
+        This is the sum of the log densities of the outputs. Where functions covary and y has
+        several outputs, a subclass that knows the joint density gives it instead.
+        """
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
-        if self.takes_integers and isinstance(y, Tensor):
+        if self.takes_integers and isinstance(y, Tensor) and not y.is_complex():
             y = y.to(torch.get_default_dtype())
         if isinstance(y, Tensor) and y.is_floating_point() and y.shape[1:] == (num_outputs,):
             return y
@@ -112,6 +160,8 @@ class Likelihood(nn.Module, ABC):
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
         """Raise if targets are not in the support; reads the values, so it is for entry points."""
+        check_tensor("y", y)
+        check_has_values("y", y)
         check_finite("y", y)
 
 
@@ -136,8 +186,17 @@ class _NoisyLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
         super().__init__()
-        value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
-        if value.dim() > 1:
+        if isinstance(noise_scale, Tensor):
+            (check_floating if noise_scale.is_complex() else check_tensor)(
+                "noise_scale", noise_scale
+            )
+        try:
+            value = torch.as_tensor(noise_scale, dtype=torch.get_default_dtype()).detach().clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"`noise_scale` must be a number or one per output; got {noise_scale!r:.80}."
+            ) from error
+        if value.dim() > 1 or value.numel() == 0:
             raise ValueError(
                 f"`noise_scale` must be a number or one per output, (C,); "
                 f"got shape {tuple(value.shape)}."
@@ -174,13 +233,23 @@ class GaussianLikelihood(_NoisyLikelihood):
             )
         return expected_log_normal(y, moments.mean, moments.var, noise_scale)
 
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """Exact; nothing is drawn."""
+        return expected_derivatives_normal(y, moments.mean, self.noise_scale)
+
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log N(y | mean, var + noise_scale^2), exactly."""
-        scale = (moments.var + self.noise_scale.square()).sqrt()
-        return dist.Normal(moments.mean, scale).log_prob(y).sum(-1)
+        """log N(y | mean, cov + noise_scale^2 I), exactly, with the covariance between outputs."""
+        mean, var, root = moments
+        var = var + self.noise_scale.square()
+        if root is None:
+            return dist.Normal(mean, var.sqrt()).log_prob(y).sum(-1)
+        own = torch.maximum(var - root.square().sum(0), self.noise_scale.square())
+        return dist.LowRankMultivariateNormal(mean, root.movedim(0, -1), own).log_prob(y)
 
 
 class HeteroscedasticLikelihood(_NoisyLikelihood):
@@ -195,6 +264,7 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
     """
 
     has_closed_form = True
+    coupling = 3.0  # |w r a b| <= w a^2 / 2 + w r^2 b^2 / 2 in the mixed second derivative
 
     def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
         super().__init__(noise_scale, learn)
@@ -207,10 +277,15 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
         return dist.Normal(mean, (0.5 * eta + self.noise.log_scale).exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        covariance: Tensor | float = 0.0
-        if moments.root is not None:
-            covariance = torch.mul(*moments.root.chunk(2, -1)).sum(0)
-        return expected_log_heteroscedastic(y, *self._parts(moments), covariance)
+        return expected_log_heteroscedastic(y, *self._parts(moments), _covariance(moments))
+
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """Exact up to the bound of `_with_bounded_steps` for eta; nothing is drawn."""
+        parts = (*self._parts(moments), _covariance(moments))
+        exact = expected_derivatives_heteroscedastic(y, *parts)
+        return _with_bounded_steps(exact, exact.gradient.new_tensor([math.inf, 4.0]))
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """Var y = v_f + E exp(eta) = v_f + exp(m_eta + v_eta / 2)."""
@@ -218,11 +293,32 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
         return mean, var, (eta_mean + 0.5 * eta_var).exp()
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_eta N(y | m_f, v_f + exp(eta)) for independent f and eta, by quadrature."""
+        """log E_eta N(y | m_f, v_f + exp(eta)) by quadrature, with the covariance of f and eta.
+
+        Where functions covary, all of them are a lower triangular map of independent standard
+        normals, first those of eta: given these, eta is known and f is normal.
+        """
         mean, var, eta_mean, eta_var = self._parts(moments)
-        eta, weights = gauss_hermite(eta_mean, eta_var)
-        element = dist.Normal(mean, (var + eta.exp()).sqrt())
-        return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+        if moments.root is None:
+            eta, weights = gauss_hermite(eta_mean, eta_var)
+            element = dist.Normal(mean, (var + eta.exp()).sqrt())
+            return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+        C = mean.shape[-1]
+        root = moments.root.movedim(0, -2)  # (..., N, R, 2 C)
+        own = (moments.var - root.square().sum(-2)).clamp(min=0)
+        columns = torch.cat([root, torch.diag_embed(own.sqrt())], -2).roll(C, -1)  # eta before f
+        upper = torch.linalg.qr(columns, mode="r").R  # (..., N, 2 C, 2 C)
+        given = upper[..., C:, C:].mT  # a root of Cov(f | eta)
+        parts = []
+        for nodes, weights in zip(*(part.split(64) for part in normal_nodes(C, mean)), strict=True):
+            shifts = torch.einsum("qc,...cf->q...f", nodes, upper[..., :C, :])  # (q, ..., N, 2 C)
+            eta_shift, f_shift = shifts.chunk(2, -1)
+            noise_var = (eta_mean + eta_shift).exp()
+            root = given.expand(*noise_var.shape, C)
+            y_given_eta = dist.LowRankMultivariateNormal(mean + f_shift, root, noise_var)
+            log_weights = weights.log().reshape(-1, *[1] * (mean.dim() - 1))
+            parts.append(torch.logsumexp(y_given_eta.log_prob(y) + log_weights, 0))
+        return torch.logsumexp(torch.stack(parts), 0)
 
     def _parts(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean and variance of f, and those of the log noise variance."""
@@ -244,9 +340,17 @@ class StudentTLikelihood(_NoisyLikelihood):
         super().__init__(noise_scale, learn)
         check_positive("df", df)
         self.df = float(df)
+        # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
+        self.coupling = (self.df + 3) / (self.df + 1)
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
+
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """The exact gradient and a surrogate of the curvature; nothing is drawn."""
+        return expected_derivatives_student_t(y, *moments[:2], self.df, self.noise_scale)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """The variance of the noise is s^2 df / (df - 2), infinite for df <= 2."""
@@ -255,29 +359,32 @@ class StudentTLikelihood(_NoisyLikelihood):
         return moments.mean, moments.var, noise_var.expand_as(moments.mean)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E N(y | m, v + s^2 / g) over g ~ Gamma(df / 2, df / 2): t as a mixture of normals.
-
-        By the trapezoidal rule in log g, which for a smooth integrand with both ends at zero is as
-        exact as can be, however small s is.
-        """
-        half = self.df / 2
-        low, high = -30 / half, math.log(10 + 60 / half)
-        t = torch.linspace(low, high, 257, dtype=moments.mean.dtype, device=moments.mean.device)
-        log_weights = half * (t - t.exp() + math.log(half)) - math.lgamma(half)
-        log_weights = log_weights + math.log((high - low) / 256)
-        shape = (-1, *[1] * moments.mean.dim())
-        noise_var = self.noise_scale.square() * (-t).exp().reshape(shape)
-        element = dist.Normal(moments.mean, (moments.var + noise_var).sqrt())
-        return torch.logsumexp(element.log_prob(y) + log_weights.reshape(shape), 0).sum(-1)
+        """log density of f + noise at y, a normal and a Student-t variable, by quadrature."""
+        residual = y - moments.mean
+        return log_student_t(residual, moments.var, self.noise_scale, self.df).sum(-1)
 
 
 class CategoricalLikelihood(Likelihood):
     """y ~ softmax(f): C classes, labels 0 .. C-1 of an integer dtype, `(N,)`."""
 
     has_bound = True
+    coupling = 2.0  # the rows of diag(p) - p p^T sum to zero
+    is_shift_invariant = True
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Categorical(logits=f)
+
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """1{y = c} - E p_c and E p_c (1 - p_c), p = softmax(f), from antithetic draws of f.
+
+        The draws are fresh at each call, so that averages over calls have no bias.
+        """
+        p = _antithetic_draws(moments, num_samples).softmax(-1)
+        gradient = nn.functional.one_hot(y, p.shape[-1]) - p.mean(0)
+        curvature = (p * (1 - p)).mean(0)
+        return _with_bounded_steps(ExpectedDerivatives(gradient, curvature), 32.0)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_categorical_bound(y, moments)
@@ -312,6 +419,7 @@ class CategoricalLikelihood(Likelihood):
         return torch.zeros(num_rows, dtype=torch.long)
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
+        super().check_values(y, num_outputs)
         _check_range(y, 0, num_outputs - 1, "Labels count from 0; set `num_outputs`.")
 
 
@@ -331,6 +439,13 @@ class BernoulliLikelihood(Likelihood):
         ]
         return (y * moments.mean - log_normalizer_bound(FunctionMoments(*with_zero))).sum(-1)
 
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """y - E sigmoid(f) and E sigmoid'(f), to 2e-8; nothing is drawn."""
+        probability, slope = expected_sigmoid(*moments[:2])
+        return _with_bounded_steps(ExpectedDerivatives(y - probability, slope), 32.0)
+
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E sigmoid(f) or log E sigmoid(-f), by quadrature."""
         sign = 2 * y - 1
@@ -345,7 +460,7 @@ class BernoulliLikelihood(Likelihood):
         return log_expectation(log_prob_fn, slope_and_curvature_fn, *moments[:2]).sum(-1)
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
-        check_finite("y", y)
+        super().check_values(y, num_outputs)
         if not bool(((y == 0) | (y == 1)).all()):
             raise ValueError("`y` must hold zeros and ones only.")
 
@@ -364,6 +479,13 @@ class PoissonLikelihood(Likelihood):
         rate = (moments.mean + 0.5 * moments.var).exp()
         return (y * moments.mean - rate - torch.lgamma(y + 1)).sum(-1)
 
+    def expected_derivatives(
+        self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
+    ) -> ExpectedDerivatives:
+        """y - E exp f and E exp f = exp(m + v / 2), exact up to `_with_bounded_steps`."""
+        rate = (moments.mean + 0.5 * moments.var).exp()
+        return _with_bounded_steps(ExpectedDerivatives(y - rate, rate), 4.0)
+
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         """E y = E exp f = exp(m + v / 2), Var exp f = (exp(v) - 1) E[y]^2, E Var[y | f] = E y."""
         mean = (moments.mean + 0.5 * moments.var).exp()
@@ -378,10 +500,44 @@ class PoissonLikelihood(Likelihood):
         ).sum(-1)
 
     def check_values(self, y: Tensor, num_outputs: int) -> None:
-        check_finite("y", y)
+        super().check_values(y, num_outputs)
         _check_range(y, 0, math.inf, "Counts are not negative.")
         if not bool((y == y.round()).all()):
             raise ValueError("`y` must hold whole numbers: they are counts.")
+
+
+def _antithetic_draws(moments: FunctionMoments, num_samples: int) -> Tensor:
+    """Draws of f, half of them the others mirrored at the mean, `(S, ..., N, F)`; S is even.
+
+    Functions with hardly any variance are spread a little, so that slopes can be seen.
+    """
+    smallest = torch.finfo(moments.var.dtype).eps ** (2 / 3)
+    var = torch.maximum(moments.var, smallest * (1 + moments.mean.square()))
+    f = sample_marginals(moments._replace(var=var), max(1, num_samples // 2))
+    return torch.cat([f, 2 * moments.mean - f])
+
+
+def _with_bounded_steps(
+    derivatives: ExpectedDerivatives, longest: float | Tensor
+) -> ExpectedDerivatives:
+    """The derivatives with curvature of at least |gradient| / longest.
+
+    A Newton step of a single datum is then at most `longest`, for functions that are logarithms of
+    something: where curvature has all but gone, as in the tail of a sigmoid, it would be of any
+    length. Near the optimum, where gradients are small against curvature, nothing changes. With a
+    tensor, each kind of function has its own bound; the functions of a kind follow each other.
+    """
+    gradient, curvature = derivatives
+    if isinstance(longest, Tensor):
+        longest = longest.repeat_interleave(gradient.shape[-1] // len(longest))
+    return ExpectedDerivatives(gradient, torch.maximum(curvature, gradient.abs() / longest))
+
+
+def _covariance(moments: FunctionMoments) -> Tensor | float:
+    """Covariance of the two functions of each output, `(..., N, C)`."""
+    if moments.root is None:
+        return 0.0
+    return torch.mul(*moments.root.chunk(2, -1)).sum(0)
 
 
 def _check_range(y: Tensor, low: float, high: float, remedy: str) -> None:

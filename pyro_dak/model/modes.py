@@ -1,6 +1,11 @@
-"""Modes that a model can be in: evaluated, with parameters of its own, in mixed precision."""
+"""Modes that a model can be in: evaluated, with parameters of its own, in mixed precision.
+
+Threads may share a model: a mode begins with the first of them that asks for it, and ends with the
+last. What goes through Pyro, whose handlers are global, is done by one thread at a time.
+"""
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -10,7 +15,15 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-__all__ = ["evaluating", "is_mixed", "local_parameters", "own_precision", "with_own_tensors"]
+__all__ = [
+    "evaluating",
+    "is_mixed",
+    "local_parameters",
+    "own_precision",
+    "parts_of",
+    "pyro_lock",
+    "with_own_tensors",
+]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -34,33 +47,69 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
     return own
 
 
+def parts_of(*modules: nn.Module) -> list[nn.Module]:
+    """These modules and all inside them, some perhaps twice; faster than `Module.modules`."""
+    parts = list(modules)
+    for part in parts:  # which grows on the way
+        parts += [inner for inner in part._modules.values() if inner is not None]
+    return parts
+
+
+# Held by whoever runs a Pyro program, or draws from torch's global generator after seeding it.
+pyro_lock = threading.RLock()
+_modes_lock = threading.Lock()
+# Modules that are evaluated: by how many, and the mode that comes back after the last of them.
+_evaluated: dict[nn.Module, tuple[int, bool]] = {}
+# Who wants local parameters: how many, and Pyro's setting before the first of them.
+_local: tuple[int, bool] = (0, False)
+
+
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Eval mode without gradients and with module-local parameters; the modes come back after."""
-    modes: dict[nn.Module, bool] = {}
-    for module in modules:
-        for part in module.modules():
-            modes[part] = part.training
+    parts = parts_of(*modules)
+    with _modes_lock:
+        for part in parts:
+            count, mode = _evaluated.get(part, (0, part.training))
+            _evaluated[part] = (count + 1, mode)
             part.training = False
     try:
         with torch.no_grad(), local_parameters(*modules):
             yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        with _modes_lock:
+            for part in parts:
+                count, mode = _evaluated.pop(part)
+                if count > 1:
+                    _evaluated[part] = (count - 1, mode)
+                else:
+                    part.training = mode
 
 
-def local_parameters(*modules: nn.Module) -> AbstractContextManager[Any]:
+@contextmanager
+def local_parameters(*modules: nn.Module) -> Iterator[None]:
     """Parameters inside their modules, not in Pyro's global store, for these Pyro modules.
 
     Pyro prepares a module for this only if it was made under the setting; autoguides made before
     are prepared here.
     """
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
-                part._pyro_context.param_state = {"params": {}, "constraints": {}}
-    return pyro.settings.context(module_local_params=True)
+    global _local
+    for part in parts_of(*modules):
+        if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
+            part._pyro_context.param_state = {"params": {}, "constraints": {}}
+    with _modes_lock:
+        count, before = _local
+        before = before if count else pyro.settings.get("module_local_params")
+        _local = (count + 1, before)
+        pyro.settings.set(module_local_params=True)
+    try:
+        yield
+    finally:
+        with _modes_lock:
+            count, before = _local
+            _local = (count - 1, before)
+            if count == 1:
+                pyro.settings.set(module_local_params=before)
 
 
 def is_mixed(like: Tensor) -> bool:

@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from torch import Tensor
 
-from pyro_dak.validation import check_choice, check_positive
+from pyro_dak.model.modes import pyro_lock
+from pyro_dak.validation import check_choice, check_kind, check_positive, check_real
 
 __all__ = [
     "GammaScalePrior",
@@ -26,6 +28,7 @@ __all__ = [
     "StudentTPrior",
     "resolve_priors",
     "site_prior",
+    "sites_inside",
 ]
 
 
@@ -44,8 +47,8 @@ class _CheckedPrior(Prior):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "loc":
-                check_positive(field.name, getattr(self, field.name))
+            check_fn = check_real if field.name == "loc" else check_positive
+            check_fn(field.name, getattr(self, field.name))
 
 
 PriorLike: TypeAlias = (
@@ -138,6 +141,16 @@ def resolve_priors(
     return resolved
 
 
+def sites_inside(value: PriorLike, shape: torch.Size) -> list[str]:
+    """Names of the sites that a function of the shape samples on its way to a distribution."""
+    if isinstance(value, Prior | torch.distributions.Distribution):
+        return []
+    with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
+        with poutine.trace() as capture:
+            value(shape)
+    return list(capture.trace.stochastic_nodes)
+
+
 def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> dist.Distribution:
     """The distribution of a site with event shape `shape`.
 
@@ -151,7 +164,14 @@ def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> 
                 f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
                 f"got {type(value).__name__}."
             )
-        value = value(shape)
+        try:
+            value = value(shape)
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
+                f"called with {tuple(shape)}, it says: {error}"
+            ) from error
+        check_kind(f"prior[{name!r}]", value, torch.distributions.Distribution, "a distribution")
     if value.event_shape == shape and value.batch_shape == ():
         return value if isinstance(value, dist.Distribution) else dist.Independent(value, 0)
     if value.batch_shape + value.event_shape == shape:

@@ -473,3 +473,14 @@ def test_half_the_prior_variance_is_the_threshold_of_the_warning():
     KernelActivation(DyadicGrid(3), LaplaceKernel(1.001 * threshold))
     with pytest.warns(UserWarning, match="keeps only 50% of its variance"):
         KernelActivation(DyadicGrid(3), LaplaceKernel(0.999 * threshold))
+
+
+@pytest.mark.parametrize("lengthscale", [0.3, 1.0, 50.0])
+@pytest.mark.parametrize("kernel_class", [RBFKernel, MaternKernel, LaplaceKernel])
+@pytest.mark.parametrize("level", [3, 6])
+def test_single_precision_loses_nothing_but_its_own_digits(kernel_class, lengthscale, level):
+    activation = KernelActivation(DyadicGrid(level), kernel_class(lengthscale))
+    h = torch.rand(100, 4, dtype=torch.float32)
+    found = activation.features(h)
+    assert found.dtype == torch.float32
+    assert_close(found, activation.features(h.double()).float(), rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
-from pyro_dak.additive.kernels import LaplaceKernel
+from pyro_dak.additive.kernels import LaplaceKernel, RBFKernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from tests import reference
 
@@ -63,6 +63,32 @@ def test_moments_equal_those_of_the_design(linear_term):
     assert_close(mean, made.design(h) @ loc.mT)
     assert_close(var, made.design(h).square() @ scale.square().mT)
     assert root is None
+
+
+@linear_terms
+@pytest.mark.parametrize("level", [1, 3, 6])  # few nodes take the dense route, many the local one
+def test_row_sums_equal_those_of_the_design(linear_term, level):
+    made = layer(linear_term, level=level)
+    h, a, b = inputs(made), torch.randn(5, 2), torch.rand(5, 2)
+    phi = made.design(h).detach()
+    expected = torch.zeros(2, 2, made.num_weights)
+    for n in range(5):
+        for c in range(2):
+            expected[0, c] += a[n, c] * phi[n]
+            expected[1, c] += b[n, c] * phi[n] ** 2
+    assert_close(made.row_sums(h, a, b), tuple(expected))
+
+
+@linear_terms
+@pytest.mark.parametrize("kernel", [LaplaceKernel(1.5), RBFKernel(1.5)])
+@pytest.mark.parametrize("num_levels", [0, 1, 2, 3])
+def test_the_coarse_design_has_the_first_columns_of_each_unit(linear_term, kernel, num_levels):
+    made = layer(linear_term)
+    made.activation = KernelActivation(DyadicGrid(3, BOUNDS), kernel)
+    h = inputs(made)
+    mu, linear, z = made.design(h).split((1, 3 * linear_term, 21), -1)
+    z = z.unflatten(-1, (3, 7))[..., : 2**num_levels - 1]
+    assert_close(made.design(h, num_levels), torch.cat([mu, linear, z.flatten(-2)], -1))
 
 
 @linear_terms

@@ -113,6 +113,25 @@ def test_eval_mode_leaves_the_statistics_alone(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_training_mode_without_gradients_is_as_eval_mode(name):
+    scaling, h = trained(name), torch.randn(6, 2)
+    before = {key: value.clone() for key, value in scaling.state_dict().items()}
+    with torch.no_grad():
+        found = scaling(h)
+    assert_close(dict(scaling.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(found, scaling.eval()(h))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_before_the_first_step_a_batch_without_gradients_is_scaled_by_itself(name):
+    scaling, h = build_scaling(name, 2, BOUNDS), 5 + 3 * torch.randn(20, 2)
+    with torch.no_grad():
+        found = scaling(h)
+    assert scaling.num_batches == 0
+    assert torch.equal(found, scaling(h))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_batch_repeated_in_training_is_scaled_alike_in_eval(name):
     scaling = build_scaling(name, 2, BOUNDS)
     h = 5 + 3 * torch.randn(20, 2)

@@ -15,7 +15,7 @@ from pyro_dak.additive.factor import level_constants
 from pyro_dak.additive.gaussian import mean_field_moments
 from pyro_dak.fast import fused
 from pyro_dak.fast.fused import LinearMap
-from tests import reference
+from tests import reference, scenarios
 
 
 def stack(level, lengthscale=1.0, E=3, P=2, N=40, F=2):
@@ -181,6 +181,7 @@ for level, lengthscale, F in ((3, 0.1, 1), (3, 1.0, 3), (8, 1.0, 1)):
 """
 
 
+@scenarios.compiles_training
 def test_compiled_moments_are_one_graph_with_the_same_values_and_gradients():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
     command = [sys.executable, "-W", "ignore", "-c", COMPILE]

@@ -15,6 +15,7 @@ from pyro.optim import Adam
 from torch import nn
 from torch.testing import assert_close
 
+import pyro_dak
 from pyro_dak import (
     DAK,
     CategoricalLikelihood,
@@ -22,7 +23,10 @@ from pyro_dak import (
     GaussianLikelihood,
     HorseshoePrior,
     MeanFieldGuide,
+    exact_posterior,
+    to_arviz,
 )
+from pyro_dak.diagnostics import k_hat
 from pyro_dak.model.modes import evaluating
 from tests import scenarios
 from tests.scenarios import LIKELIHOODS, agrees
@@ -100,6 +104,154 @@ def test_prior_draws_of_f_have_the_prior_variance():
         var = case.model.layer.design(case.h).square().sum(-1, keepdim=True) + 0.25
     assert agrees(y, 0.0)
     assert agrees(y.square(), var)
+
+
+class WithNoisePrior(GaussianLikelihood):
+    """Noise sampled inside `distribution`: in the data plate, and so once for every row."""
+
+    has_column = False
+
+    def distribution(self, f):
+        scale = pyro.sample("noise", pyro.distributions.HalfNormal(1.0))
+        return pyro.distributions.Normal(
+            f, scale.unsqueeze(-1) if self.has_column else scale
+        ).to_event(1)
+
+
+def test_an_observation_by_condition_has_the_density_of_one_by_argument():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    sites = case.guide()
+    by_argument = poutine.condition(case.model, sites)
+    by_condition = poutine.condition(by_argument, {"y": case.y})
+    expected = poutine.trace(by_argument).get_trace(case.x, case.y).log_prob_sum()
+    assert_close(poutine.trace(by_condition).get_trace(case.x).log_prob_sum(), expected)
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), [("gaussian", (8,)), ("categorical", (8, 1))])
+def test_an_observation_by_condition_of_another_shape_is_refused(likelihood, shape):
+    case = scenarios.make(likelihood, num_outputs=1)
+    conditioned = poutine.condition(case.model, {"y": case.y.reshape(shape)})
+    with pytest.raises(ValueError, match=r"`y` must have shape \(8,.* got \(8,.*`pyro.condition`"):
+        poutine.trace(conditioned).get_trace(case.x)
+
+
+def test_noise_sampled_for_every_row_that_does_not_fit_the_outputs_is_refused():
+    case = scenarios.make(WithNoisePrior(), num_outputs=1)
+    with pytest.raises(ValueError, match=r"`y` must have shape \(8, 8\), that of.* got \(8, 1\)"):
+        case.model(case.x, case.y)
+    case.model.likelihood.has_column = True
+    trace = poutine.trace(case.model).get_trace(case.x, case.y)
+    assert trace.nodes["y"]["fn"].batch_shape == trace.nodes["noise"]["value"].shape == (8,)
+
+
+def test_a_plate_around_the_model_is_refused():
+    case = scenarios.gaussian_regression()
+    with (
+        pytest.raises(ValueError, match="plate `rows`, which would give every row weights of its"),
+        pyro.plate("rows", 8),
+    ):
+        case.model(case.x, case.y)
+    with pyro.plate("draws", 5, dim=-2):
+        assert case.model(case.x).shape == (5, 8, 2)
+
+
+# Evaluation
+
+
+def nuts_of_pyro(model, guide, x, y):
+    MCMC(NUTS(model), num_samples=2, warmup_steps=2, disable_progbar=True).run(x, y)
+
+
+EVALUATIONS = {
+    "evaluate_loss": lambda m, g, x, y: SVI(m, g, Adam({}), Trace_ELBO()).evaluate_loss(x, y),
+    "exact": lambda m, g, x, y: exact_posterior(m, x, y).log_evidence,
+    "k_hat": lambda m, g, x, y: k_hat(m, g, x, y, num_samples=30),
+    "our_loss": lambda m, g, x, y: ClosedFormELBO().loss(m, g, x, y),
+    "predictive": lambda m, g, x, y: Predictive(m, guide=g, num_samples=2)(x)["y"].sum().item(),
+    "run_nuts": lambda m, g, x, y: pyro_dak.run_nuts(m, x, y, 4, 200, progress=False).max_r_hat(),
+    "to_arviz": lambda m, g, x, y: to_arviz(m, g, x, num_samples=4).posterior["mu"].sum().item(),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The largest r-hat")
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_in_training_mode_is_that_of_eval_mode_and_changes_nothing(name):
+    case = scenarios.gaussian_regression(num_outputs=1)
+    before = {key: value.clone() for key, value in case.model.state_dict().items()}
+    x, values = case.x[:5] + 1, []
+    for is_training in (False, True):
+        case.model.train(is_training)
+        pyro.set_rng_seed(0)
+        values.append(EVALUATIONS[name](case.model, case.guide, x, case.y[:5]))
+    assert values[0] == values[1]
+    assert_close(dict(case.model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_nuts_of_pyro_in_training_mode_warns():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    nuts_of_pyro(case.model, case.guide, case.x, case.y)
+    case.model.train()
+    with pytest.warns(UserWarning, match=r"in training mode.*Call `model.eval\(\)` first"):
+        nuts_of_pyro(case.model, case.guide, case.x, case.y)
+
+
+def test_training_with_given_weights_does_not_warn():
+    case = scenarios.gaussian_regression(num_outputs=1)
+    given = poutine.condition(case.model.train(), case.guide())
+    svi = SVI(given, lambda x, y: None, Adam({"lr": 0.01}), Trace_ELBO())
+    before = case.model.scaling.num_batches.item()
+    svi.step(case.x, case.y)
+    assert case.model.scaling.num_batches == before + 1
+
+
+# Pyro's store of parameters
+
+
+@pytest.mark.parametrize("is_new", ["model", "guide"])
+def test_a_second_model_or_guide_in_the_store_of_the_first_is_refused(is_new):
+    case = scenarios.gaussian_regression(num_outputs=1)
+    model, guide = case.model, MeanFieldGuide(case.model)
+    svi = SVI(model, guide, Adam({"lr": 0.01}), Trace_ELBO())
+    svi.step(case.x, case.y)
+    svi.step(case.x, case.y)
+    model = scenarios.gaussian_regression(num_outputs=1).model if is_new == "model" else model
+    second = SVI(model, MeanFieldGuide(model), Adam({"lr": 0.01}), Trace_ELBO())
+    with pytest.raises(RuntimeError, match=r"another tensor under the name.*clear_param_store"):
+        second.step(case.x, case.y)
+    pyro.clear_param_store()
+    second.step(case.x, case.y)
+
+
+def test_a_model_is_not_restored_from_a_file_of_the_store_without_a_word(tmp_path):
+    case = scenarios.gaussian_regression(num_outputs=1)
+    SVI(case.model, case.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(case.x, case.y)
+    pyro.get_param_store().save(tmp_path / "store")
+    pyro.clear_param_store()
+    pyro.get_param_store().load(tmp_path / "store")
+    case = scenarios.gaussian_regression(num_outputs=1)
+    with pytest.raises(RuntimeError, match=r"or from a file.*`load_state_dict`"):
+        SVI(case.model, AutoNormal(case.model), Adam({}), Trace_ELBO()).step(case.x, case.y)
+
+
+def test_other_models_are_evaluated_beside_what_is_in_the_store():
+    case, other = scenarios.gaussian_regression(), scenarios.gaussian_regression()
+    SVI(case.model, case.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(case.x, case.y)
+    Trace_ELBO().loss(other.model, other.guide, other.x, other.y)
+    Predictive(other.model, guide=other.guide, num_samples=2)(other.x)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "is_zero"), [("standardize", True), ("minmax", True), ("none", False)]
+)
+def test_the_length_of_a_row_of_the_embedding_has_no_gradient_where_features_are_scaled(
+    scaling, is_zero
+):
+    case = scenarios.gaussian_regression(scaling=scaling)
+    loss = ClosedFormELBO().differentiable_loss(case.model.train(), case.guide, case.x, case.y)
+    loss.backward()
+    W = case.model.embedding.weight
+    along = (W * W.grad).sum(-1).abs() / (W.norm(dim=-1) * W.grad.norm(dim=-1))
+    assert bool((along < 1e-6).all()) == is_zero
 
 
 # Functions

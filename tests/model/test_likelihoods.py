@@ -1,5 +1,6 @@
 import math
 
+import pyro.distributions as dist
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,6 +14,7 @@ from pyro_dak import (
     StudentTLikelihood,
 )
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.model.likelihoods import Likelihood
 from tests import scenarios
 from tests.scenarios import LIKELIHOODS, agrees
 
@@ -111,6 +113,165 @@ def test_student_t_with_many_degrees_of_freedom_is_gaussian():
     assert_close(heavy, GaussianLikelihood(0.5).distribution(f).log_prob(y), rtol=1e-5, atol=1e-5)
 
 
+# Expected derivatives
+
+
+def derivatives_at(likelihood, y, f):
+    """d log p / d f and d^2 log p / d f^2 by each function at draws of f, `(S, N, F)` each."""
+    f = f.detach().requires_grad_()
+    (first,) = torch.autograd.grad(
+        likelihood.distribution(f).log_prob(y).sum(), f, create_graph=True
+    )
+    columns = [
+        torch.autograd.grad(first[..., c].sum(), f, retain_graph=True)[0][..., c]
+        for c in range(f.shape[-1])
+    ]
+    return first.detach(), torch.stack(columns, -1)
+
+
+# The longest Newton step of one datum, by kind of function.
+LONGEST = {"heteroscedastic": [math.inf, 4], "poisson": [4], "categorical": [32], "bernoulli": [32]}
+
+
+def least_curvature(name, gradient):
+    """|gradient| over the longest step of each function, like the gradient."""
+    longest = torch.tensor([float(value) for value in LONGEST.get(name, [math.inf])])
+    return gradient.abs() / longest.repeat_interleave(gradient.shape[-1] // len(longest))
+
+
+@likelihoods
+@pytest.mark.parametrize("rank", [None, 2])
+def test_expected_derivatives_equal_monte_carlo(name, rank):
+    likelihood = LIKELIHOODS[name]()
+    y, q = scenarios.targets(likelihood, N, C), moments(likelihood, rank)
+    first, second = derivatives_at(likelihood, y, sample_marginals(q, 20_000))
+    with torch.no_grad():
+        gradient, curvature = likelihood.expected_derivatives(y, q, num_samples=40_000)
+    error = math.sqrt(2) if name == "categorical" else 1.0  # the others are exact
+    assert agrees(gradient + (first - gradient) / error, gradient)
+    if name == "student_t":  # its curvature is a surrogate
+        return
+    is_bound = curvature <= (1 + 1e-9) * least_curvature(name, gradient)
+    assert (~is_bound).float().mean() > 0.5
+    assert agrees((curvature + (-second - curvature) / error)[:, ~is_bound], curvature[~is_bound])
+
+
+@pytest.mark.parametrize("name", ["gaussian", "heteroscedastic", "poisson"])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_expected_derivatives_are_those_of_the_expectation_by_the_moments(name, rank):
+    likelihood = LIKELIHOODS[name]()
+    y, q = scenarios.targets(likelihood, N, C), moments(likelihood, rank)
+    mean, var = q.mean.requires_grad_(), q.var.requires_grad_()
+    total = likelihood.expected_log_prob(y, q._replace(mean=mean, var=var)).sum()
+    by_mean, by_var = torch.autograd.grad(total, (mean, var))
+    gradient, curvature = likelihood.expected_derivatives(y, q)
+    assert_close(gradient, by_mean)  # Bonnet's theorem
+    least = least_curvature(name, gradient)
+    assert_close(curvature, torch.maximum(-2 * by_var, least))  # Price's theorem
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_bernoulli_derivatives_equal_the_integral(scale):
+    mean = torch.linspace(-6.0, 6.0, 7).unsqueeze(-1)
+    q = FunctionMoments(mean, torch.full_like(mean, scale**2))
+    t = torch.linspace(-10.0, 10.0, 20_001)
+    density = torch.exp(-0.5 * t.square()) / math.sqrt(2 * math.pi)
+    p = (mean + scale * t).sigmoid()
+    integrals = [torch.trapezoid(value * density, t) for value in (p, p * (1 - p))]
+    gradient, curvature = BernoulliLikelihood().expected_derivatives(torch.ones(7, 1), q)
+    assert_close(gradient[:, 0], 1 - integrals[0], rtol=0, atol=2e-8)
+    is_exact = curvature > 1.001 * gradient.abs() / 32
+    assert is_exact.sum() >= 4
+    assert_close(curvature[is_exact], integrals[1].unsqueeze(-1)[is_exact], rtol=0, atol=2e-8)
+
+
+@pytest.mark.parametrize("noise_scale", [1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("df", [1.5, 4.0, 30.0])
+def test_student_t_gradient_equals_the_integral(df, noise_scale):
+    y = torch.tensor([[-40.0], [-0.3], [0.0], [1e-3], [2.0], [1e4]])
+    q = FunctionMoments(torch.full_like(y, 0.2), torch.full_like(y, 0.8**2))
+    gradient = StudentTLikelihood(df, noise_scale).expected_derivatives(y, q).gradient
+    f = torch.cat([y, q.mean]) + 12 * torch.sinh(torch.linspace(-14.0, 14.0, 30_001)) / 6e5
+    f = f.flatten().sort().values  # dense at y and at the mean
+    r = y - f
+    values = (df + 1) * r / (df * noise_scale**2 + r.square())
+    density = torch.distributions.Normal(0.2, 0.8).log_prob(f).exp()
+    assert_close(gradient[:, 0], torch.trapezoid(values * density, f), rtol=1e-5, atol=1e-8)
+
+
+def test_student_t_curvature_is_the_fisher_information_on_average():
+    df, noise_scale = 5.0, 0.7
+    likelihood = StudentTLikelihood(df, noise_scale)
+    y = likelihood.distribution(torch.zeros(20_000, 1)).sample()
+    q = FunctionMoments(torch.zeros_like(y), torch.full_like(y, 1e-12))
+    curvature = likelihood.expected_derivatives(y, q).curvature
+    assert agrees(curvature, (df + 1) / (df + 3) / noise_scale**2)
+    _, second = derivatives_at(likelihood, y, torch.zeros_like(y))
+    assert agrees(-second, (df + 1) / (df + 3) / noise_scale**2)
+
+
+class LaplaceNoise(Likelihood):
+    """A likelihood of a user, with a kink: its second derivative is zero almost everywhere."""
+
+    def distribution(self, f):
+        return dist.Laplace(f, 0.5).to_event(1)
+
+
+class OwnGaussian(Likelihood):
+    """A likelihood of a user whose derivatives are known."""
+
+    def distribution(self, f):
+        return dist.Normal(f, torch.tensor([0.5, 1.0, 2.0])).to_event(1)
+
+
+def test_a_likelihood_of_a_user_gets_its_derivatives_from_draws():
+    y, q = torch.randn(N, C), moments(OwnGaussian())
+    known = GaussianLikelihood(torch.tensor([0.5, 1.0, 2.0])).expected_derivatives(y, q)
+    assert_close(OwnGaussian().expected_derivatives(y, q, num_samples=2), known)
+
+
+def test_derivatives_from_draws_see_kinks():
+    q = moments(LaplaceNoise())
+    y = q.mean + 0.3 * torch.randn(N, C)
+    calls = [LaplaceNoise().expected_derivatives(y, q, num_samples=1000) for _ in range(100)]
+    gradient, curvature = (torch.stack(part) for part in zip(*calls, strict=True))
+    at_y = torch.distributions.Normal(q.mean, q.var.sqrt())
+    assert agrees(gradient, 2 * (2 * at_y.cdf(y) - 1))
+    assert agrees(curvature, 4 * at_y.log_prob(y).exp())
+
+
+def test_derivatives_from_draws_see_slopes_without_variance():
+    y, q = torch.randn(N, C), moments(OwnGaussian())
+    q = q._replace(var=torch.zeros_like(q.var))
+    curvature = OwnGaussian().expected_derivatives(y, q).curvature
+    expected = torch.tensor([4.0, 1.0, 0.25]).expand(N, C)
+    assert_close(curvature, expected, rtol=1e-4, atol=0)
+
+
+@likelihoods
+def test_curvature_is_not_negative_and_steps_are_bounded(name):
+    likelihood = LIKELIHOODS[name]()
+    y, q = scenarios.targets(likelihood, N, C), moments(likelihood)
+    far = FunctionMoments(30 * q.mean, 10 * q.var)
+    gradient, curvature = likelihood.expected_derivatives(y, far)
+    assert (curvature >= 0).all()
+    assert (curvature >= (1 - 1e-12) * least_curvature(name, gradient)).all()
+
+
+@pytest.mark.parametrize("name", ["categorical", "heteroscedastic"])
+def test_coupling_bounds_the_second_derivatives_by_their_diagonal(name):
+    likelihood = LIKELIHOODS[name]()
+    f = 2 * torch.randn(50, likelihood.num_functions(C))
+    y = scenarios.targets(likelihood, 50, C)
+    for n in range(50):
+        hessian = torch.autograd.functional.hessian(
+            lambda row, n=n: -likelihood.distribution(row).log_prob(y[n : n + 1]).sum(),
+            f[n : n + 1],
+        ).reshape(f.shape[-1], -1)
+        excess = likelihood.coupling * torch.diag(hessian.diagonal()) - hessian
+        assert torch.linalg.eigvalsh(excess).min() > -1e-9
+
+
 # Targets
 
 
@@ -205,6 +366,8 @@ def grid_log_prob(likelihood, y, mean, var, num_nodes=400_001):
     (StudentTLikelihood(4.0, 0.02), 0.2, 0.0, 1.0),
     (StudentTLikelihood(1.5, 0.5), 7.0, 0.0, 0.1),
     (StudentTLikelihood(30.0, 0.5), -1.0, 0.3, 0.5),
+    (StudentTLikelihood(1e3, 0.5), 1.0, 0.3, 0.5),
+    (StudentTLikelihood(1e6, 0.5), 1.0, 0.3, 0.5),
     (PoissonLikelihood(), 1000.0, 6.9, 0.25),
     (PoissonLikelihood(), 0.0, 3.0, 2.0),
     (PoissonLikelihood(), 40.0, -2.0, 1.0),
