@@ -1,6 +1,7 @@
 """Deep additive kernels in Pyro: a network whose last layer is an additive Gaussian process."""
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pyro_dak.additive.activation import KernelActivation
@@ -9,8 +10,15 @@ from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
 from pyro_dak.diagnostics.arviz import to_arviz
 from pyro_dak.diagnostics.comparison import compare_posteriors
 from pyro_dak.inference.exact import exact_posterior
-from pyro_dak.inference.guides import FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
+from pyro_dak.inference.guides import (
+    FullRankGuide,
+    LowRankGuide,
+    MeanFieldGuide,
+    NaturalGuide,
+    UnitBlockGuide,
+)
 from pyro_dak.inference.mcmc.nuts import run_nuts
+from pyro_dak.inference.natural import NaturalVI
 from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import (
@@ -57,6 +65,8 @@ __all__ = [
     "LowRankGuide",
     "MaternKernel",
     "MeanFieldGuide",
+    "NaturalGuide",
+    "NaturalVI",
     "NormalPrior",
     "PoissonLikelihood",
     "RBFKernel",
@@ -75,6 +85,10 @@ __all__ = [
     "save",
     "to_arviz",
 ]
+
+if find_spec("sklearn") is None:  # then `from pyro_dak import *` gives all but the estimators
+    __all__.remove("DAKClassifier")
+    __all__.remove("DAKRegressor")
 
 __version__ = "0.1.0"
 

@@ -16,6 +16,8 @@ def main() -> None:
         sys.exit(
             f"Error: pyro-dak needs {error.name}; install it with `pip install pyro_dak[cli]`."
         )
+    except KeyboardInterrupt:  # importing takes seconds
+        sys.exit("Interrupted.")
     cli.app()
 
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_inputs, check_model
+from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import Likelihood
-from pyro_dak.model.modes import evaluating
-from pyro_dak.validation import check_finite
+from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.validation import check_finite, check_seed, check_tensor
 
 __all__ = [
     "cached_inputs",
@@ -37,32 +40,44 @@ _CHUNK_ELEMENTS = 4_000_000
 
 def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x, and the targets in the form of the likelihood, in float64 unless they are labels."""
+    check_model(model)
+    check_tensor("x", x)
     y = model.likelihood.check_targets(y, model.num_outputs)
-    check_finite("x", x)
-    model.likelihood.check_values(y, model.num_outputs)
-    if len(x) != len(y) or len(y) == 0:
+    num_rows = x.shape[0] if x.dim() else 0
+    if num_rows != len(y) or len(y) == 0:
         raise ValueError(
-            f"`x` and `y` must have the same, positive length; got {len(x)}, {len(y)}."
+            f"`x` and `y` must have the same, positive length; got {num_rows}, {len(y)}."
         )
+    check_inputs(model, x)
+    model.likelihood.check_values(y, model.num_outputs)
     return x, y.double() if y.is_floating_point() else y
 
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """A context in which torch draws from the seed, if one is given; its state comes back after."""
-    with torch.random.fork_rng(enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
+    """A context in which torch draws from the seed, if one is given; its state comes back after.
+
+    Threads that seed wait for each other.
+    """
+    check_seed("seed", seed)
+    if seed is None:
+        yield
+        return
+    with pyro_lock, torch.random.fork_rng():
+        torch.manual_seed(seed)
         yield
 
 
 @torch.no_grad()
 def cached_inputs(model: DAK, x: Tensor, chunk_size: int = 4096) -> Tensor:
     """The unit inputs of x in eval mode, `(N, P)`, float64."""
-    with evaluating(model):
+    check_inputs(model, x)
+    with explaining(model, x), evaluating(model), known_sites(model):
         device = model.layer.log_unit_scale.device
         chunks = [model.unit_inputs(part.to(device)) for part in x.split(chunk_size)]
-    return torch.cat(chunks).double()
+        h = torch.cat(chunks).double()
+        check_finite("unit_inputs", h)
+    return h
 
 
 def unit_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,20 +15,30 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
+from pyro.nn import PyroModule
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
 from pyro_dak.inference.densities import seeded
 from pyro_dak.inference.exact import ExactPosterior
 from pyro_dak.inference.guides import GaussianGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
-from pyro_dak.model.modes import evaluating
-from pyro_dak.validation import check_integer
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.validation import (
+    check_finite,
+    check_floating,
+    check_has_values,
+    check_integer,
+    check_seed,
+)
 
 __all__ = [
     "Draws",
     "Posterior",
     "as_guide",
+    "check_draws",
     "draw_posterior",
     "draw_sites",
     "has_closed_form",
@@ -53,8 +63,31 @@ def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> d
 def _trace_draws(guide: nn.Module, num_samples: int, x: Tensor | None) -> poutine.Trace:
     """A trace of the guide in a plate of draws, the second dimension from the right."""
     arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
-    with pyro.plate("draws", num_samples, dim=-2):
-        return prune_subsample_sites(poutine.trace(guide).get_trace(*arguments))
+    try:
+        with pyro_lock, pyro.plate("draws", num_samples, dim=-2):
+            return prune_subsample_sites(poutine.trace(guide).get_trace(*arguments))
+    except Exception as error:
+        if isinstance(guide, PyroModule):
+            raise
+        raise TypeError(
+            f"`guide` must be a guide of pyro_dak or of Pyro, called with the arguments of the "
+            f"model; {type(guide).__name__} cannot be called so."
+        ) from error
+
+
+def check_draws(model: DAK, sites: Mapping[str, Tensor]) -> None:
+    """Raise unless a guide has drawn every site of the model, in its shape."""
+    for name, shape in model.site_shapes.items():
+        if name not in sites:
+            raise ValueError(
+                f"The guide has no site `{name}`; the model has {[*model.site_shapes]}."
+            )
+        got = sites[name].shape
+        if got[len(got) - len(shape) :] != shape:
+            raise ValueError(
+                f"`guide` must sample `{name}` in its shape {tuple(shape)}; got {tuple(got)}. Make "
+                "a guide for this model."
+            )
 
 
 @dataclass
@@ -99,7 +132,8 @@ def as_guide(posterior: Posterior, dtype: torch.dtype | None = None) -> nn.Modul
     """
     guide = posterior.guide if isinstance(posterior, ExactPosterior) else posterior
     if isinstance(guide, GaussianGuide) and dtype is not None:
-        return copy.deepcopy(guide).to(dtype)
+        with pyro_lock:  # a guide that is running cannot be copied
+            return copy.deepcopy(guide).to(dtype)
     return guide if isinstance(guide, nn.Module) else None
 
 
@@ -131,16 +165,18 @@ def draw_posterior(
         x: inputs, for guides that need arguments.
         seed: seed of the draws from a guide; by default torch's global state is used.
     """
+    check_seed("seed", seed)
     if isinstance(posterior, Draws):
         return posterior
     guide = as_guide(posterior, torch.float64)
     if guide is not None:
+        check_guide(model, guide, same_dtype=False)
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
-        with evaluating(model, guide), seeded(seed):
+        with explaining(model, guide=guide), evaluating(model, guide), seeded(seed):
             first_row = None if x is None else x[:1]
             trace = _trace_draws(guide, num_samples * num_chains, first_row)
-        return _from_trace(model, trace, num_samples, num_chains)
+            return _from_trace(model, trace, num_samples, num_chains)
     if isinstance(posterior, MCMC):
         posterior = posterior.get_samples(group_by_chain=True)
     if isinstance(posterior, Mapping):
@@ -154,11 +190,7 @@ def draw_posterior(
 def _from_trace(model: DAK, trace: poutine.Trace, num_samples: int, num_chains: int) -> Draws:
     """The draws of a guide and their log densities."""
     S, batch = num_samples * num_chains, (num_chains, num_samples)
-    missing = [name for name in model.site_shapes if name not in trace.nodes]
-    if missing:
-        raise ValueError(
-            f"The guide has no site `{missing[0]}`; the model has {[*model.site_shapes]}."
-        )
+    check_draws(model, {n: trace.nodes[n]["value"] for n in trace.stochastic_nodes})
     trace.compute_log_prob()
     log_probs = [trace.nodes[name]["log_prob"].double() for name in trace.stochastic_nodes]
     log_q = torch.stack([log_prob.expand(S, 1) for log_prob in log_probs]).sum(0)
@@ -166,12 +198,18 @@ def _from_trace(model: DAK, trace: poutine.Trace, num_samples: int, num_chains: 
         name: trace.nodes[name]["value"].double().expand(S, 1, *shape).reshape(*batch, *shape)
         for name, shape in model.site_shapes.items()
     }
+    for name, value in sites.items():  # squares of draws are finite too, or densities are not
+        check_finite(f"draws of {name}", value.square())
     return Draws(sites, log_q.reshape(batch))
 
 
 def _checked_samples(model: DAK, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Samples of all sites as `(chains, draws, *event)`, without a data dimension of size one."""
     shapes: dict[str, tuple[int, ...]] = {n: tuple(s) for n, s in model.site_shapes.items()}
+    for name in samples:
+        check_floating(f"samples[{name!r}]", samples[name])
+        check_has_values(f"samples[{name!r}]", samples[name])
+        check_finite(f"samples[{name!r}]", samples[name])
     missing = [name for name in shapes if name not in samples]
     if missing:
         raise ValueError(f"`samples` must hold every site of the model; {missing} are missing.")
@@ -189,4 +227,10 @@ def _checked_samples(model: DAK, samples: Mapping[str, Tensor]) -> dict[str, Ten
         if len(batch) == 2 and batch[1] == 1 and batch[0] > 1:  # (S, 1, *event), as guides give
             value = value.transpose(0, 1)
         checked[name] = value if len(batch) == 2 else value.unsqueeze(0)
+    num_draws = {name: tuple(value.shape[:2]) for name, value in checked.items()}
+    if len(set(num_draws.values())) > 1 or 0 in num_draws["mu"]:
+        raise ValueError(
+            "`samples` must hold as many draws of every site, at least one; got (chains, draws) "
+            f"of {num_draws}."
+        )
     return checked

@@ -6,12 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_dak.additive.gaussian import tril_of_inverse
 from pyro_dak.inference.densities import checked_data, noise_scale
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.inference.guides.joint import FullRankGuide, flat_priors
 from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_model
+from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
-from pyro_dak.model.modes import evaluating
+from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.validation import check_finite, check_integer, check_real
 
 __all__ = ["ExactPosterior", "exact_posterior"]
 
@@ -21,6 +27,71 @@ class ExactPosterior(NamedTuple):
 
     guide: FullRankGuide
     log_evidence: float
+
+    @torch.no_grad()
+    def update(
+        self,
+        model: DAK,
+        x: Tensor,
+        y: Tensor,
+        *,
+        forget: float = 1.0,
+        residual_variance: bool = False,
+        chunk_size: int = 4096,
+    ) -> "ExactPosterior":
+        """The posterior of the rows so far and of these, without the rows so far.
+
+        The evidence grows by log p(y | rows so far).
+
+        Args:
+            model: the model, with features and noise as they were.
+            x: inputs of the new rows, `(N, ...)`.
+            y: their targets.
+            forget: how much of what the posterior knows is kept, the rest goes back to the prior.
+            residual_variance: as in `exact_posterior`.
+            chunk_size: number of rows at a time.
+        """
+        check_model(model)
+        check_guide(model, self.guide)
+        check_real("forget", forget)
+        loc, root = self.guide.loc.double(), self.guide.scale_tril.double()
+        if not 0 < forget <= 1:
+            raise ValueError(f"`forget` must be above 0 and at most 1; got {forget}.")
+        if forget < 1:
+            loc0, scale0 = flat_priors(_normal_priors(model), self.guide.site_shapes, loc)
+            kept = forget * torch.cholesky_inverse(root)
+            natural = (kept @ loc.unsqueeze(-1)).squeeze(-1)
+            natural += (1 - forget) * loc0 / scale0.square()
+            kept.diagonal(dim1=-2, dim2=-1).add_((1 - forget) / scale0.square())
+            root, _ = tril_of_inverse(kept)
+            loc = (root @ (root.mT @ natural.unsqueeze(-1))).squeeze(-1)
+        loc, root, log_prob = _condition(model, x, y, loc, root, residual_variance, chunk_size)
+        return ExactPosterior(_as_guide(model, loc, root), self.log_evidence + log_prob)
+
+    @torch.no_grad()
+    def downdate(
+        self,
+        model: DAK,
+        x: Tensor,
+        y: Tensor,
+        *,
+        residual_variance: bool = False,
+        chunk_size: int = 4096,
+    ) -> "ExactPosterior":
+        """The posterior without these rows, which must be among those it knows.
+
+        The arguments are those of `update`.
+
+        Raises:
+            ValueError: if they are not, so that no posterior is left.
+        """
+        check_model(model)
+        check_guide(model, self.guide)
+        options = (residual_variance, chunk_size)
+        loc, root = self.guide.loc.double(), self.guide.scale_tril.double()
+        loc, root, _ = _condition(model, x, y, loc, root, *options, sign=-1)
+        log_prob = _condition(model, x, y, loc, root, *options)[2]
+        return ExactPosterior(_as_guide(model, loc, root), self.log_evidence - log_prob)
 
 
 @torch.no_grad()
@@ -47,47 +118,82 @@ def exact_posterior(
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
     """
-    priors, noise = _normal_priors(model), noise_scale(model.likelihood)
+    priors, like = _normal_priors(model), model.layer.log_unit_scale
+    C, K = model.layer.num_functions, model.layer.num_weights
+    empty = torch.empty(C, K, dtype=torch.float64, device=like.device)
+    loc0, scale0 = flat_priors(priors, model.site_shapes, empty)
+    prior = (loc0, scale0.unsqueeze(-2))
+    loc, root, log_evidence = _condition(model, x, y, *prior, residual_variance, chunk_size)
+    return ExactPosterior(_as_guide(model, loc, root), log_evidence)
+
+
+def _condition(
+    model: DAK,
+    x: Tensor,
+    y: Tensor,
+    loc: Tensor,
+    root: Tensor,
+    residual_variance: bool,
+    chunk_size: int,
+    sign: int = 1,
+) -> tuple[Tensor, Tensor, float]:
+    """Condition w ~ N(loc, R R^T) on rows: the new loc `(C, K)` and R `(C, K, K)`, and log p(y).
+
+    The formulas are those of `exact_posterior` with R in the place of diag(s0). R is lower
+    triangular, or the diagonal alone, `(C, 1, K)`. With sign -1 the rows are taken out,
+    A = I - B^T B, and the number means nothing.
+    """
+    _normal_priors(model)
+    check_integer("chunk_size", chunk_size, minimum=1)
+    noise = noise_scale(model.likelihood)
     assert noise is not None
     x, y = checked_data(model, x, y)
-    like = model.layer.log_unit_scale
-    with torch.random.fork_rng(devices=[]):  # the guide's random start is not used
-        guide = FullRankGuide(model).to(like.device, torch.float64)
-    loc0, scale0 = flat_priors(priors, guide.site_shapes, guide.loc)
-    C, K = loc0.shape
-    eye = torch.eye(K, dtype=torch.float64, device=like.device)
-    A, moment, fit = eye.repeat(C, 1, 1), loc0.new_zeros(C, K, 1), loc0.new_zeros(C)
-    with evaluating(model):
-        for x_part, y_part in zip(x.split(chunk_size), y.split(chunk_size), strict=True):
+    C, K = loc.shape
+    is_diagonal = root.shape[-2] != K
+    A = torch.eye(K, dtype=loc.dtype, device=loc.device).repeat(C, 1, 1)
+    moment, fit = loc.new_zeros(C, K, 1), loc.new_zeros(C)
+    with explaining(model, x), evaluating(model), known_sites(model):
+        for x_part, y_part in zip(x.split(int(chunk_size)), y.split(int(chunk_size)), strict=True):
             h = model.unit_inputs(x_part).double()
+            check_finite("unit_inputs", h)
             design = model.layer.design(h)
             lost = model.residual_variance(h) if residual_variance else h.new_zeros(len(h), C)
             var = noise.square() + lost  # (n, C)
-            r = ((y_part - design @ loc0.mT) / var.sqrt()).mT.unsqueeze(-1)  # (C, n, 1)
-            B = design / var.sqrt().mT.unsqueeze(-1) * scale0.unsqueeze(-2)  # (C, n, K)
-            A += B.mT @ B
-            moment += B.mT @ r
+            r = ((y_part - design @ loc.mT) / var.sqrt()).mT.unsqueeze(-1)  # (C, n, 1)
+            columns = design * root if is_diagonal else design @ root
+            B = columns / var.sqrt().mT.unsqueeze(-1)  # (C, n, K)
+            A.add_(B.mT @ B, alpha=sign)
+            moment.add_(B.mT @ r, alpha=sign)
             fit += (2 * math.pi * var).log().sum(0) + r.square().sum((-2, -1))
-    # With J the reversal, chol(J A J) reversed is an upper U with A = U U^T, so that U^{-T} is
-    # the lower Cholesky factor of A^{-1}.
-    lower, info = torch.linalg.cholesky_ex(A.flip(-1, -2))
-    if bool(info.any()):
+    tril, is_definite = tril_of_inverse(A)
+    if not bool(is_definite.all()):
         raise ValueError(
             f"`noise_scale`={float(noise.min()):.2g} is too small against the scale of f: the "
             "posterior is singular in float64. Raise it."
+            if sign > 0
+            else "`x` and `y` must be rows that the posterior knows; without these, none is left."
         )
-    upper = lower.flip(-1, -2)
-    tril = torch.linalg.solve_triangular(upper, eye.expand_as(upper), upper=True).mT
     half = tril.mT @ moment  # (C, K, 1)
-    log_det = 2 * upper.diagonal(dim1=-2, dim2=-1).log().sum()
-    log_evidence = -0.5 * (fit.sum() + log_det - half.square().sum())
-    loc = loc0 + scale0 * (tril @ half).squeeze(-1)
-    guide.set_parameters(loc, scale0.unsqueeze(-1) * tril)
-    return ExactPosterior(guide.to(like.dtype), float(log_evidence))
+    log_det = -2 * tril.diagonal(dim1=-2, dim2=-1).log().sum()
+    log_prob = -0.5 * (fit.sum() + log_det - half.square().sum())
+    if sign > 0 and not math.isfinite(log_prob):
+        raise ValueError("The log evidence is not finite: `y` is too large. Scale it first.")
+    root = root.mT * tril if is_diagonal else root @ tril
+    return loc + (root @ half).squeeze(-1), root, float(log_prob)
+
+
+def _as_guide(model: DAK, loc: Tensor, root: Tensor) -> FullRankGuide:
+    """The guide with this mean and Cholesky factor, in the dtype of the model."""
+    like = model.layer.log_unit_scale
+    with pyro_lock, torch.random.fork_rng(devices=[]):  # the guide's random start is not used
+        guide = FullRankGuide(model).to(like.device, torch.float64)
+    guide.set_parameters(loc, root)
+    return guide.to(like.dtype)
 
 
 def _normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
     """(loc, scale) of the prior of each site, or an error if the posterior is not Gaussian."""
+    check_model(model)
     priors = normal_priors(model, model.site_shapes)
     if not isinstance(model.likelihood, GaussianLikelihood):
         need = f"GaussianLikelihood; got {type(model.likelihood).__name__}"

@@ -7,6 +7,8 @@ inputs are computed once, q(f) is exact, and the KL is closed where (q, prior) h
 Other priors cost a single-draw Monte Carlo estimate of the KL.
 """
 
+import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -19,10 +21,15 @@ from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.inference.guides import GaussianGuide, MeanFieldGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.handlers import refuse_store
+from pyro_dak.model.inputs import check_model
+from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_integer, check_positive, check_tensor
 
 __all__ = [
     "AnalyticELBO",
@@ -30,6 +37,7 @@ __all__ = [
     "ELBOTerms",
     "JensenELBO",
     "LocalReparamELBO",
+    "announced_parameters",
     "kl",
     "normal_priors",
 ]
@@ -87,18 +95,20 @@ def normal_priors(model: DAK, names: Iterable[str]) -> dict[str, tuple[Any, Any]
     return priors
 
 
-def _announce(model: DAK, guide: GaussianGuide) -> None:
-    """Emit the param statements that `SVI` looks for, and see that they are these parameters."""
+def announced_parameters(model: DAK, guide: GaussianGuide) -> list[Tensor]:
+    """Emit the param statements that `SVI` looks for, and see that they are these parameters.
+
+    Returns all parameters, in the form in which Pyro's optimisers take them.
+    """
     with poutine.trace(param_only=True) as capture:
         model.announce_parameters()
         guide.announce_parameters()
-    known = {id(site["value"].unconstrained()) for site in capture.trace.nodes.values()}
+    announced = [site["value"].unconstrained() for site in capture.trace.nodes.values()]
+    known = {id(parameter) for parameter in announced}
     for name, parameter in [*model.named_parameters(), *guide.named_parameters()]:
         if id(parameter) not in known:
-            raise RuntimeError(
-                f"Pyro's parameter store holds another tensor under the name of `{name}`, from an "
-                "earlier model; SVI would train that one. Call pyro.clear_param_store() first."
-            )
+            refuse_store(name)
+    return announced
 
 
 class AnalyticELBO(ELBO):
@@ -111,13 +121,38 @@ class AnalyticELBO(ELBO):
     def terms(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
-        """The terms of the bound for a minibatch of a data set of `num_data` rows."""
-        return self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
+        """The terms of the bound for a minibatch of a data set of `num_data` rows.
+
+        A bound that is not finite comes with a warning.
+        """
+        self._check(guide)
+        check_model(model)
+        check_tensor("x", x)
+        check_guide(model, guide)
+        if num_data is not None:
+            check_positive("num_data", num_data)
+        with explaining(model, x, y, guide=guide):
+            check_sites(model, x)
+            terms = self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
+        elbo = terms.elbo.detach()
+        if elbo.is_cpu and not math.isfinite(float(elbo)):
+            warnings.warn(
+                f"The ELBO is {float(elbo)}, not finite: look at the weights of model and "
+                "guide, and at the scale of `x` and `y`.",
+                stacklevel=2,
+            )
+        return terms
 
     def terms_from_units(
         self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
+        return self.terms_and_moments(model, guide, h, y, num_data)[0]
+
+    def terms_and_moments(
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
+    ) -> tuple[ELBOTerms, FunctionMoments]:
+        """`terms_from_units`, and the q(f) that they come from."""
         self._check(guide)
         y = model.likelihood.check_targets(y, model.num_outputs)
         if len(y) != len(h):
@@ -134,7 +169,7 @@ class AnalyticELBO(ELBO):
             else:
                 moments, divergence = guide.moments_and_kl(layer, h, priors)
             rows = self.expected_log_prob(model.likelihood, y, moments)
-            return ELBOTerms(scale * rows.sum(), divergence)
+            return ELBOTerms(scale * rows.sum(), divergence), moments
 
     def differentiable_loss(
         self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
@@ -149,7 +184,9 @@ class AnalyticELBO(ELBO):
 
     def loss_and_grads(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, a number; its gradient is added to the parameters. Called by `SVI`."""
-        _announce(model, guide)
+        check_model(model)
+        self._check(guide)
+        announced_parameters(model, guide)
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         loss.backward(retain_graph=self.retain_graph)
         return torch_item(loss)

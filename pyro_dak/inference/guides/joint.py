@@ -17,9 +17,9 @@ from pyro_dak.additive.gaussian import FunctionMoments, kl_low_rank, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.inference.guides.base import GaussianGuide, NormalParameters, independent_roots, tril
 from pyro_dak.model.dak import DAK
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_finite, check_floating, check_has_values, check_integer
 
-__all__ = ["FullRankGuide", "LowRankGuide", "flat_priors"]
+__all__ = ["FullRankGuide", "LowRankGuide", "TrilGuide", "design_moments", "flat_priors"]
 
 
 def flat_priors(
@@ -36,6 +36,16 @@ def flat_priors(
     ]
     loc, scale = (torch.cat(part, -1) for part in zip(*columns, strict=True))
     return loc, scale
+
+
+def design_moments(design: Tensor, loc: Tensor, scale_tril: Tensor) -> FunctionMoments:
+    """Moments of f = Phi w, `(N, F)` each, for a design `(N, K)` and w_c ~ N(loc_c, T_c T_c^T).
+
+    `loc` is `(F, K)` and `scale_tril` `(F, K, K)`, or `(1, K, K)` if the functions share it.
+    """
+    mean = design @ loc.mT
+    var = (design @ scale_tril).square().sum(-1).mT  # (F, N, K) -> (N, F)
+    return FunctionMoments(mean, var.expand_as(mean))
 
 
 class _JointGuide(GaussianGuide):
@@ -74,31 +84,27 @@ class _JointGuide(GaussianGuide):
         raise NotImplementedError
 
 
-class FullRankGuide(_JointGuide):
-    """Full covariance among all weights of each function; functions independent of one another.
+class TrilGuide(_JointGuide):
+    """Functions that are independent of one another, each with a covariance among its K weights.
 
-    For a Gaussian likelihood the exact posterior is of this form. Parameters `loc` `(F, K)` and
-    `raw_tril` `(F, K, K)` over the K = 1 [+ P] + P M weights (mu, linear, z) of a function.
+    A subclass has `loc`, `(F, K)` over the K = 1 [+ P] + P M weights (mu, linear, z) of a function,
+    and `scale_tril`, the Cholesky factors of the covariances, `(F, K, K)`, or `(1, K, K)` if the
+    functions share one.
     """
 
     def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
         self._sizes = [self.site_shapes[n][1:].numel() for n in self.weight_sites]
-        F, K = self.site_shapes["mu"][0], sum(self._sizes)
-        self.loc = self.initial_loc(F, K)
-        self.raw_tril = self.initial_raw_tril(F, K, K)
+
+    @property
+    def num_weights(self) -> int:
+        """K."""
+        return sum(self._sizes)
 
     @property
     def scale_tril(self) -> Tensor:
-        """Cholesky factors, `(F, K, K)`."""
-        return tril(self.raw_tril)
-
-    @torch.no_grad()
-    def set_parameters(self, loc: Tensor, scale_tril: Tensor) -> None:
-        """Set mean `(F, K)` and Cholesky factor `(F, K, K)`."""
-        self.loc.copy_(loc)
-        diagonal = torch.diag_embed(scale_tril.diagonal(dim1=-2, dim2=-1).log())
-        self.raw_tril.copy_(scale_tril.tril(-1) + diagonal)
+        """Cholesky factors, `(F, K, K)` or `(1, K, K)`."""
+        raise NotImplementedError
 
     def conditional(self, before: Tensor, size: int) -> dist.Distribution:
         """w_i | w_<i ~ N(loc_i + T_i< eps_<, T_ii T_ii^T) with eps_< = T_<<^{-1} (w_< - loc_<)."""
@@ -111,17 +117,60 @@ class FullRankGuide(_JointGuide):
         return dist.MultivariateNormal(loc, scale_tril=scale_tril[:, block, block]).to_event(1)
 
     def moments(self, layer: AdditiveLayer, h: Tensor) -> FunctionMoments:
-        mean = layer(h, self.weight_means())
-        var = (layer.design(h) @ self.scale_tril).square().sum(-1).mT  # (F, N, K) -> (N, F)
-        return FunctionMoments(mean, var)
+        return design_moments(layer.design(h), self.loc, self.scale_tril)
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
-        _, *linear, z = self.scale_tril.split(self._sizes, 1)
+        scale_tril = self.scale_tril.expand(len(self.loc), -1, -1)
+        _, *linear, z = scale_tril.split(self._sizes, 1)
         return z.unflatten(1, self.site_shapes["z"][1:]), linear[0] if linear else None
+
+    def weight_covariance(self) -> Tensor:
+        """Covariance of all weights, one function after the other, `(F K, F K)`."""
+        scale_tril = self.scale_tril.expand(len(self.loc), -1, -1)
+        return torch.block_diag(*(scale_tril @ scale_tril.mT))
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
         prior = flat_priors(priors, self.site_shapes, self.loc)
         return kl_tril(self.loc, self.scale_tril, *prior)
+
+
+class FullRankGuide(TrilGuide):
+    """Full covariance among all weights of each function; functions independent of one another.
+
+    For a Gaussian likelihood the exact posterior is of this form. Parameters `loc` `(F, K)` and
+    `raw_tril` `(F, K, K)` over the K = 1 [+ P] + P M weights (mu, linear, z) of a function.
+    """
+
+    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+        super().__init__(model, init_scale, init_loc_scale)
+        F, K = self.site_shapes["mu"][0], self.num_weights
+        self.loc = self.initial_loc(F, K)
+        self.raw_tril = self.initial_raw_tril(F, K, K)
+
+    @property
+    def scale_tril(self) -> Tensor:
+        """Cholesky factors, `(F, K, K)`."""
+        return tril(self.raw_tril)
+
+    @torch.no_grad()
+    def set_parameters(self, loc: Tensor, scale_tril: Tensor) -> None:
+        """Set mean `(F, K)` and Cholesky factor `(F, K, K)`."""
+        for name, value, like in (
+            ("loc", loc, self.loc),
+            ("scale_tril", scale_tril, self.raw_tril),
+        ):
+            check_floating(name, value)
+            check_has_values(name, value)
+            check_finite(name, value)
+            if value.shape != like.shape:
+                raise ValueError(
+                    f"`{name}` must have shape {tuple(like.shape)}; got {tuple(value.shape)}."
+                )
+        if not bool((scale_tril.diagonal(dim1=-2, dim2=-1) > 0).all()):
+            raise ValueError("`scale_tril` must have a positive diagonal.")
+        self.loc.copy_(loc)
+        diagonal = torch.diag_embed(scale_tril.diagonal(dim1=-2, dim2=-1).log())
+        self.raw_tril.copy_(scale_tril.tril(-1) + diagonal)
 
 
 class LowRankGuide(_JointGuide):

@@ -26,7 +26,7 @@ from pyro_dak.inference.mcmc.target import Target
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
 from pyro_dak.model.priors import PriorLike, site_prior
-from pyro_dak.validation import check_integer, check_positive
+from pyro_dak.validation import check_finite, check_integer, check_positive, check_probability
 
 __all__ = ["MCMCRun", "run_hmc", "run_nuts"]
 
@@ -127,6 +127,8 @@ def run_nuts(
         seed: chain k uses seed + k.
         progress: whether to show a bar for each chain.
     """
+    check_probability("target_accept_prob", target_accept_prob)
+    check_integer("max_tree_depth", max_tree_depth, minimum=1)
     kernel_fn = partial(NUTS, max_tree_depth=max_tree_depth, target_accept_prob=target_accept_prob)
     options: dict[str, Any] = {"whiten": whiten, "seed": seed, "progress": progress}
     options |= {"noise_prior": noise_prior, "unit_scale_prior": unit_scale_prior}
@@ -152,6 +154,7 @@ def run_hmc(
     `max_tree_depth`.
     """
     check_positive("trajectory_length", trajectory_length)
+    check_probability("target_accept_prob", target_accept_prob)
     kernel_fn = partial(
         HMC, trajectory_length=trajectory_length, target_accept_prob=target_accept_prob
     )
@@ -175,11 +178,12 @@ def _run(
     check_integer("num_samples", num_samples, minimum=4)
     check_integer("warmup_steps", warmup_steps, minimum=0)
     check_integer("num_chains", num_chains, minimum=1)
+    check_integer("seed", seed, minimum=-(2**63))
     h, y = unit_data(model, x, y)
-    extra_priors = _extra_priors(model, noise_prior, unit_scale_prior)
     should_adapt = not whiten or warmup_steps >= _MASS_WARMUP
     runs = []
     with evaluating(model), pyro.validation_enabled(False):
+        extra_priors = _extra_priors(model, noise_prior, unit_scale_prior)
         target = Target(model, h, y, extra_priors, whiten)
         for chain in range(num_chains):
             label = f"chain {chain + 1}/{num_chains}" if progress else None
@@ -193,6 +197,8 @@ def _run(
             seconds=[r.seconds[0] for r in runs],
         )
         flat = run.flat()
+        for name, value in flat.items():
+            check_finite(f"draws of {name}", value)
         lp = log_joint(model, h, y, flat)
         lp = lp + sum(prior.log_prob(flat[name]) for name, prior in extra_priors.items())
     run.stats["lp"] = lp.unflatten(0, (num_chains, num_samples))

@@ -1,0 +1,177 @@
+"""Natural-gradient variational inference: the schedule of its steps, and `NaturalVI`."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from pyro.infer.util import torch_item, zero_grads
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.inference.guides import NaturalGuide
+from pyro_dak.inference.guides.base import check_guide
+from pyro_dak.inference.guides.natural import RowSums
+from pyro_dak.inference.objectives import (
+    AnalyticELBO,
+    ClosedFormELBO,
+    LocalReparamELBO,
+    announced_parameters,
+)
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_model
+from pyro_dak.model.latent_sites import check_sites
+from pyro_dak.model.modes import own_precision
+from pyro_dak.validation import check_kind, check_positive, check_tensor
+
+__all__ = ["NaturalVI", "Rates", "batch_sums", "rates"]
+
+# The statistics of pass p count about p^(_POWER - 1).
+_POWER = 5.0
+_ROUNDING = 1e-6  # of a sum of fractions
+
+
+class Rates(NamedTuple):
+    """How a natural-gradient step mixes what q knows with a batch (see `NaturalGuide.step`)."""
+
+    keep: float
+    gain: float
+    share: float
+
+
+def rates(passes: float, fraction: float) -> Rates:
+    """The rates of a step on a batch that is a `fraction` of the data set.
+
+    In the first pass the rows of a batch are added to what q knows: from the prior this is Bayes'
+    rule, batch by batch. After p passes a further pass counts r = min(1, c / p) times what q knows,
+    c = 5, and all its rows the same, so that the batch that brings it to a share u has length
+    rho = r fraction / (1 + r u): keep = 1 - rho and gain = rho / fraction. The result is an average
+    in which pass p counts about p^4. It forgets the first passes, with other features and another
+    q to linearise the log-likelihood around, and in the end it is over about the last fifth of
+    them. Rows never count more than once each, which keeps the noise of batches small.
+
+    Args:
+        passes: passes over the data before this step; q at the prior has made none.
+        fraction: rows of the batch over rows of the data set.
+    """
+    after = passes + fraction
+    if after <= 1 + _ROUNDING:
+        return Rates(1.0, 1.0, fraction / after)
+    finished = max(1, math.floor(passes + _ROUNDING))
+    weight = min(1.0, _POWER / finished)
+    gain = weight / (1 + weight * (after - finished))
+    return Rates(1 - gain * fraction, gain, gain * fraction)
+
+
+@torch.no_grad()
+def batch_sums(
+    model: DAK, guide: NaturalGuide, h: Tensor, y: Tensor, moments: FunctionMoments
+) -> RowSums:
+    """What a batch says about q, from its unit inputs h `(B, P)` and the q(f) there."""
+    likelihood = model.likelihood
+    y = likelihood.check_targets(y, model.num_outputs)
+    with own_precision(h):
+        h = h.detach().to(model.layer.log_unit_scale.dtype)
+        derivatives = likelihood.expected_derivatives(y, moments)
+        return guide.row_sums(model.layer, h, derivatives, likelihood.coupling)
+
+
+class NaturalVI:
+    """Variational inference like Pyro's `SVI`, in which q moves by natural gradients.
+
+    Each step computes the unit inputs once. q takes a natural-gradient step, whose length needs no
+    tuning (see `rates`), and the network, the scales of the units and the noise follow the
+    gradient of the expected log-likelihood, on which alone they act.
+
+        vi = NaturalVI(model, NaturalGuide(model), torch.optim.Adam(model.parameters(), 1e-3))
+        for x, y in loader:
+            loss = vi.step(x, y, num_data=len(loader.dataset))
+
+    Args:
+        model: the model; put it into train mode for training.
+        guide: a `NaturalGuide` of the model.
+        optim: an optimiser of torch over parameters of the model, or one of Pyro; None for
+            features, scales and noise held fixed.
+        loss: the objective; by default the closed form where there is one, else draws of f.
+
+    Attributes:
+        passes: passes over the data so far, which the schedule counts; None before the first step.
+            It starts at the share of the data that the guide knows already, at most 1.
+    """
+
+    def __init__(
+        self,
+        model: DAK,
+        guide: NaturalGuide,
+        optim: torch.optim.Optimizer | PyroOptim | None = None,
+        loss: AnalyticELBO | None = None,
+    ):
+        check_model(model)
+        if not isinstance(guide, NaturalGuide):
+            raise TypeError(
+                f"`guide` must be a NaturalGuide, whose updates are closed; got "
+                f"{type(guide).__name__}. Use SVI of Pyro for other guides."
+            )
+        check_guide(model, guide)
+        if loss is not None:
+            check_kind("loss", loss, AnalyticELBO, "an objective of pyro_dak, such as JensenELBO()")
+        if not isinstance(optim, torch.optim.Optimizer | PyroOptim | None):
+            raise TypeError(
+                "`optim` must be an optimiser of torch or of Pyro, or None; got "
+                f"{type(optim).__name__}."
+            )
+        if loss is None:
+            loss = ClosedFormELBO() if model.likelihood.has_closed_form else LocalReparamELBO()
+        self.model, self.guide, self.optim, self.loss = model, guide, optim, loss
+        self.passes: float | None = None
+
+    def step(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+        """Take a step on a batch of a data set of `num_data` rows; returns minus the bound.
+
+        Args:
+            x: inputs, `(B, ...)`.
+            y: targets.
+            num_data: rows of the data set, by default those of the batch.
+        """
+        model, guide, optim = self.model, self.guide, self.optim
+        check_tensor("x", x)
+        if num_data is not None:
+            check_positive("num_data", num_data)
+        with explaining(model, x, y, guide=guide):
+            check_sites(model, x)
+        parameters = announced_parameters(model, guide) if isinstance(optim, PyroOptim) else []
+        # In training mode the scaling follows the batches, as it does where gradients are on.
+        with (
+            torch.set_grad_enabled(optim is not None or model.training),
+            explaining(model, x, y, guide=guide),
+        ):
+            h = model.unit_inputs(x)
+            terms, q = self.loss.terms_and_moments(model, guide, h, y, num_data)
+            loss = -terms.elbo
+            value = torch_item(loss.detach())
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"The bound is {-value}, and q stays as it was: look at the weights of the "
+                    "model, and at the scale of `x` and `y`."
+                )
+        sums = batch_sums(model, guide, h, y, q)
+        if optim is not None:
+            loss.backward()  # q is held fixed, so that this is the expected log-likelihood's
+        if isinstance(optim, PyroOptim):
+            optim(parameters)
+            zero_grads(parameters)
+        elif optim is not None:
+            optim.step()
+            optim.zero_grad()
+        fraction = 1.0 if num_data is None else len(y) / num_data
+        if self.passes is None:
+            self.passes = min(1.0, float(guide.num_rows) * fraction / len(y))
+        chosen = rates(self.passes, fraction)
+        guide.step(sums, len(y), **chosen._asdict(), coupling=model.likelihood.coupling)
+        self.passes += fraction
+        return value
+
+    def evaluate_loss(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+        """Minus the bound, without a step."""
+        return self.loss.loss(self.model, self.guide, x, y, num_data)
