@@ -2,20 +2,22 @@
 
 import importlib
 import inspect
+import math
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_dak.diagnostics.importance import pareto_smooth
 from pyro_dak.inference.densities import (
     cached_inputs,
-    log_likelihood,
     log_prior,
     noise_scale,
     predictive_draws,
     unit_data,
 )
+from pyro_dak.inference.densities import log_likelihood as row_log_likelihoods
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 
@@ -47,6 +49,7 @@ def to_arviz(
     num_samples: int = 250,
     num_chains: int = 4,
     posterior_predictive: bool = True,
+    log_likelihood: bool = True,
     seed: int | None = 0,
 ) -> Any:
     """A posterior with its predictions and log-likelihoods, in the form that ArviZ reads.
@@ -58,11 +61,17 @@ def to_arviz(
     `posterior_predictive`, `log_likelihood` (of each row, dimension `obs_id`, summed over outputs),
     `observed_data`, and `constant_data` (inputs of the units, their scales, and the nodes).
 
+    ArviZ takes all draws for draws from the posterior, and `az.loo` of a bad guide looks healthy.
+    The log-likelihoods of a guide therefore carry its `k_hat` as an attribute, and above 0.7 there
+    is a warning. `pyro_dak.diagnostics.loo`, and `az.loo_approximate_posterior` of ArviZ 1.x with
+    `log_p` and `log_q`, correct for the guide.
+
     Args:
         y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
         num_samples: number of draws per chain from a guide.
         num_chains: number of chains that the independent draws from a guide are arranged in.
         posterior_predictive: whether to draw one y at each row for each draw of the weights.
+        log_likelihood: whether to export log-likelihoods, if there are targets.
         seed: seed of all draws; with None, torch's global state is used.
     """
     arviz = import_optional("arviz")
@@ -81,12 +90,16 @@ def to_arviz(
         groups["posterior_predictive"] = {"y": y_new.unflatten(0, batch)}
     if draws.log_q is not None:
         stats["log_q"] = draws.log_q
+    attrs: dict[str, Any] = {}
     if y is not None:
-        log_lik = log_likelihood(model, h, y, flat)
-        groups["log_likelihood"] = {"y": log_lik.unflatten(0, batch)}
+        log_lik = row_log_likelihoods(model, h, y, flat)
+        if log_likelihood:
+            groups["log_likelihood"] = {"y": log_lik.unflatten(0, batch)}
         groups["observed_data"] = {"y": y.flatten() if model.num_outputs == 1 else y}
         if draws.log_q is not None:
             stats["log_p"] = (log_prior(model, flat) + log_lik.sum(-1)).unflatten(0, batch)
+            if log_likelihood:
+                attrs = _marks_of_a_guide(stats["log_p"] - draws.log_q, draws.is_point)
     groups["constant_data"] = {
         "unit_inputs": h,
         "unit_scale": model.unit_scale.detach(),
@@ -94,7 +107,23 @@ def to_arviz(
     }
     if x.dim() == 2:
         groups["constant_data"]["x"] = x
-    return _from_groups(arviz, groups, *_names(model, x))
+    data = _from_groups(arviz, groups, *_names(model, x))
+    if attrs:
+        data["log_likelihood"].attrs.update(attrs)
+    return data
+
+
+def _marks_of_a_guide(log_ratios: Tensor, is_point: bool) -> dict[str, Any]:
+    """Attributes that tell the draws of a guide from those of the posterior, with a warning."""
+    k = math.inf if is_point else float(pareto_smooth(log_ratios.flatten()).k_hat)
+    if k > 0.7:
+        warnings.warn(
+            f"The draws come from a guide far from the posterior: its k-hat is {k:.2f}, above 0.7. "
+            "`az.loo` and `az.compare` do not know that, and look healthy. Use "
+            "`pyro_dak.diagnostics.loo`, or leave them out with `log_likelihood=False`.",
+            stacklevel=3,
+        )
+    return {"k_hat": k, "note": "at draws from a guide, not from the posterior"}
 
 
 def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]:

@@ -13,7 +13,9 @@ from pyro_dak.diagnostics.posterior_moments import response
 from pyro_dak.inference.densities import log_joint, log_likelihood, predictive_draws, unit_data
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_dak.validation import check_integer, check_kind, check_positive
 
 __all__ = [
     "STATISTICS",
@@ -106,13 +108,15 @@ def loo(
         efficiency: effective over actual number of draws, for Markov chains.
         chunk_size: number of rows that are treated at a time.
     """
+    check_positive("efficiency", efficiency)
+    check_integer("chunk_size", chunk_size, minimum=1)
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     log_lik = log_likelihood(model, h, y, draws.flat()).mT  # (N, S)
     has_density = draws.log_q is not None
     ratios = log_ratios(model, h, y, draws) if has_density else torch.zeros_like(log_lik[0])
     log_weights = pareto_smooth(ratios).log_weights
-    parts = [pareto_smooth(ratios - rows, efficiency) for rows in log_lik.split(chunk_size)]
+    parts = [pareto_smooth(ratios - rows, efficiency) for rows in log_lik.split(int(chunk_size))]
     left_out = torch.cat([part.log_weights for part in parts])
     pointwise = (left_out + log_lik).logsumexp(-1)
     in_sample = (log_weights + log_lik).logsumexp(-1).sum()
@@ -138,6 +142,8 @@ def pit_values(
     `num_samples` predictive draws, with ties broken at random. Classes have no order: use
     `pyro_dak.diagnostics.calibration.reliability_curve` for them.
     """
+    check_model(model)
+    check_integer("seed", seed, minimum=-(2**63))
     if isinstance(model.likelihood, CategoricalLikelihood):
         raise NotImplementedError(
             "Classes have no order, and so no PIT. Use "
@@ -150,7 +156,7 @@ def pit_values(
         mean, sd, noise_var = response(model, posterior, h, draws)
         return gaussian_pit(y, mean, sd.square() + noise_var)
     y_new = predictive_draws(model, h, draws.flat(), seed + 1)
-    return rank_pit(y, y_new, torch.Generator().manual_seed(seed + 2))
+    return rank_pit(y, y_new, torch.Generator().manual_seed(int(seed) + 2))
 
 
 class PredictiveCheck(NamedTuple):
@@ -199,12 +205,17 @@ def posterior_predictive_check(
             by name. By default these are `STATISTICS`, and the share of each class for classes.
         num_samples: number of draws from a guide.
     """
+    check_integer("seed", seed, minimum=-(2**63))
     h, y = unit_data(model, x, y)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     y_new, default = predictive_draws(model, h, draws.flat(), seed + 1), STATISTICS
     if isinstance(model.likelihood, CategoricalLikelihood):
         y, y_new = (torch.nn.functional.one_hot(v, model.num_outputs).double() for v in (y, y_new))
         default = {"share": lambda v: v.mean(-1)}
+    if statistics is not None:
+        check_kind("statistics", statistics, Mapping, "a dictionary of functions by name")
+        for name, statistic_fn in statistics.items():
+            check_kind(f"statistics[{name!r}]", statistic_fn, Callable, "a function of values")
     checks = {}
     for name, statistic_fn in (default if statistics is None else statistics).items():
         for c in range(y.shape[-1]):

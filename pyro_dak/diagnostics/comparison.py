@@ -19,9 +19,10 @@ from pyro_dak.diagnostics.posterior_moments import (
 from pyro_dak.inference.densities import cached_inputs, unit_data, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.inference.exact import ExactPosterior, exact_posterior
+from pyro_dak.inference.guides import FullRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
-from pyro_dak.validation import check_choice
+from pyro_dak.validation import check_choice, check_kind
 
 __all__ = ["Elbo", "PosteriorComparison", "compare_posteriors", "wasserstein_2"]
 
@@ -40,6 +41,7 @@ _TITLES = {
     "wasserstein_2": "W2",
     "elbo": "ELBO",
     "evidence_gap": "evidence gap",
+    "unconverged": "of it unconverged",
 }
 
 
@@ -57,6 +59,9 @@ class PosteriorComparison:
     `fits` holds the moments of the weights, `predictions` those of E[y | f] at the inputs, and
     `elbos` the lower bounds of the posteriors that are guides. Differences of means are in standard
     deviations of the reference.
+
+    For a regression, the evidence gap of a guide is its KL from the posterior: the price of its
+    family, which `smallest_gaps` holds where it is known, plus what the guide has not yet learned.
     """
 
     reference: str
@@ -66,6 +71,7 @@ class PosteriorComparison:
     predictions: dict[str, Response]
     elbos: dict[str, Elbo]
     log_evidence: float | None
+    smallest_gaps: dict[str, float]
 
     def weights(self, name: str) -> list[Row]:
         """One row for each weight: means, sds, difference of means in sds, ratio of sds."""
@@ -101,7 +107,9 @@ class PosteriorComparison:
             if name in self.elbos:
                 row["elbo"] = self.elbos[name].value
                 if self.log_evidence is not None:
-                    row["evidence_gap"] = self.log_evidence - self.elbos[name].value
+                    gap = row["evidence_gap"] = self.log_evidence - self.elbos[name].value
+                    if name in self.smallest_gaps:
+                        row["unconverged"] = gap - self.smallest_gaps[name]
             rows.append(row)
         return rows
 
@@ -179,6 +187,7 @@ def compare_posteriors(
             exact posterior, or else the first that is not a guide, or else the last.
         num_samples: number of draws from guides without closed form.
     """
+    check_kind("posteriors", posteriors, Mapping, "a dictionary of posteriors by name")
     if not posteriors:
         raise ValueError("`posteriors` must hold at least one posterior by name; got none.")
     if reference is None:
@@ -196,12 +205,43 @@ def compare_posteriors(
         predictions[name] = response(model, posterior, h_new, draws)
         if guide is not None and not draws.is_point:
             elbos[name] = _elbo(model, guide, h, targets, draws)
+    evidence: float | None = None
+    smallest_gaps: dict[str, float] = {}
     try:
-        evidence = exact_posterior(model, x, y).log_evidence
+        truth = exact_posterior(model, x, y)
     except NotImplementedError:  # another likelihood, or priors that are not normal
-        evidence = None
+        pass
+    else:
+        evidence = truth.log_evidence
+        for name in elbos:
+            gap = _smallest_gap(as_guide(posteriors[name]), truth)
+            smallest_gaps |= {} if gap is None else {name: gap}
     names = weight_names(model)
-    return PosteriorComparison(reference, *names, fits, predictions, elbos, evidence)
+    return PosteriorComparison(reference, *names, fits, predictions, elbos, evidence, smallest_gaps)
+
+
+def _smallest_gap(guide: nn.Module | None, exact: ExactPosterior) -> float | None:
+    """The least KL that a member of the guide's family has from the posterior, if it is known.
+
+    Among Gaussians with independent blocks b of weights, the closest to a posterior with precision
+    A has its mean and precisions A_bb. Its KL is (sum_b log det A_bb - log det A) / 2.
+    """
+    if isinstance(guide, FullRankGuide):
+        return 0.0
+    scale_tril = exact.guide.scale_tril.double()  # (F, K, K)
+    A = torch.cholesky_inverse(scale_tril)
+    if isinstance(guide, MeanFieldGuide):
+        own = A.diagonal(dim1=-2, dim2=-1).log().sum()
+    elif isinstance(guide, UnitBlockGuide):
+        _, P, M = guide.site_shapes["z"]
+        units = A[:, -P * M :, -P * M :].unflatten(-1, (P, M)).unflatten(-3, (P, M))
+        blocks = units.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # (F, P, M, M)
+        single = A.diagonal(dim1=-2, dim2=-1)[:, : -P * M]
+        own = torch.linalg.slogdet(blocks).logabsdet.sum() + single.log().sum()
+    else:
+        return None
+    log_det = -2 * scale_tril.diagonal(dim1=-2, dim2=-1).log().sum()
+    return 0.5 * float(own - log_det)
 
 
 def _elbo(model: DAK, guide: nn.Module, h: Tensor, y: Tensor, draws: Draws) -> Elbo:

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from pyro_dak.diagnostics.arguments import check_pit
 from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
@@ -22,9 +23,16 @@ from pyro_dak.diagnostics.sbc import SBCResult
 from pyro_dak.inference.densities import cached_inputs
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.training.plan import History
-from pyro_dak.validation import check_integer, check_probability
+from pyro_dak.validation import (
+    check_floating,
+    check_integer,
+    check_kind,
+    check_probability,
+    check_tensor,
+)
 
 __all__ = [
     "PALETTE",
@@ -99,6 +107,7 @@ def plot_predictive_band(
         output: which output to draw, or which class's probability.
         noise: whether to draw the edges of the band of y.
     """
+    check_inputs(model, x)
     if x.dim() != 2 or x.shape[1] != 1:
         raise ValueError(f"`x` must have one column, (N, 1); got {tuple(x.shape)}.")
     check_integer("output", output, minimum=0, maximum=model.num_outputs - 1)
@@ -125,14 +134,30 @@ def plot_predictive_band(
             if noise and not is_class:
                 ax.plot(grid, mean + sign * outer, **(style | {"lw": 0.9, "ls": (0, (1, 2))}))
     if truth is not None:
+        check_floating("truth", truth)
+        if truth.numel() == 0 or truth.shape[:1] != x.shape[:1]:
+            raise ValueError(
+                f"`truth` must have {len(x)} values, one per row of `x`; got {tuple(truth.shape)}."
+            )
         values = _numpy(truth.reshape(len(x), -1)[:, 0])
         ax.plot(grid, values, color=_INK, lw=1.1, ls="--", label="truth")
     if data is not None:
-        y = data[1].reshape(len(data[1]), -1)
+        y = _checked_pair(data).reshape(len(data[1]), -1)
         y = y[:, min(output, y.shape[1] - 1)]
         y = (y == output).double() if is_class else y
         ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=_INK, mew=0, label="data")
     return _style(ax, "x", f"P(class {output})" if is_class else "y", has_legend=True)
+
+
+def _checked_pair(data: tuple[Tensor, Tensor]) -> Tensor:
+    """The y of observed x `(N, 1)` and y, or an error."""
+    check_kind("data", data, tuple | list, "a pair (x, y) of tensors")
+    for part in data:
+        check_tensor("data", part)
+    shapes = [tuple(part.shape) for part in data]
+    if len(data) != 2 or len(shapes[0]) != 2 or shapes[0][:1] != shapes[1][:1] or 0 in shapes[1]:
+        raise ValueError(f"`data` must be x (N, 1) and y with as many rows; got shapes {shapes}.")
+    return data[1]
 
 
 @torch.no_grad()
@@ -155,12 +180,13 @@ def plot_components(
         output: which function to draw.
         level: probability of the bands.
     """
+    check_model(model)
     if model.has_shrinkage:
         raise NotImplementedError(
             "Components cannot be drawn with a prior on `shrinkage`; draw a model without it."
         )
     check_integer("output", output, minimum=0, maximum=model.num_functions - 1)
-    chosen = list(range(min(model.num_units, 6))) if units is None else list(units)
+    chosen = list(range(min(model.num_units, 6))) if units is None else _checked_units(model, units)
     h, quantile = cached_inputs(model, x), _normal_quantile(level)
     own = slice(output * model.layer.num_weights, (output + 1) * model.layer.num_weights)
     fit, names = gaussian_fit(model, posterior), weight_names(model)[1][own]
@@ -182,8 +208,16 @@ def plot_components(
     return axes
 
 
+def _checked_units(model: DAK, units: Sequence[int]) -> list[int]:
+    check_kind("units", units, Sequence, "a list of units by number")
+    for p in units:
+        check_integer("units", p, minimum=0, maximum=model.num_units - 1)
+    return list(units)
+
+
 def plot_learning_curves(history: History, ax: Any = None) -> Any:
     """The loss per row in each epoch, of training and, if rows were held out, of validation."""
+    check_kind("history", history, History, "a History, as `fit` returns it")
     ax = _axes(ax)
     names = {"loss": "training"}
     keys = history.rows[0] if history.rows else {}
@@ -225,6 +259,8 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     A valley means that predictions are too narrow, a hill that they are too wide, and a slope that
     they are biased.
     """
+    check_pit(pit)
+    check_integer("num_bins", num_bins, minimum=1, maximum=10_000)
     ax = _axes(ax)
     counts = torch.histc(pit.flatten().double().cpu(), num_bins, 0.0, 1.0)
     _bars(ax, counts, pit.numel() / num_bins)
@@ -236,6 +272,7 @@ def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
     ax = _axes(ax, size=(4.0, 3.6))
     levels = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     for name, values, color in _on_diagonal(ax, pit):
+        check_floating("pit", values)
         curve = coverage_curve(values.double(), levels.to(values.device))
         ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name)
     return _style(ax, "level of the interval", "coverage", has_legend=isinstance(pit, Mapping))
@@ -243,6 +280,7 @@ def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
 
 def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
     """Means and standard deviations of all weights against those of the reference, on two axes."""
+    check_kind("comparison", comparison, PosteriorComparison, "what `compare_posteriors` returns")
     axes = _axes(axes, 2, (4.0, 3.8))
     reference = comparison.fits[comparison.reference]
     others = {n: f for n, f in comparison.fits.items() if n != comparison.reference}
@@ -265,6 +303,9 @@ def plot_sbc(
         names: which quantities to draw; by default the first and the last three.
         num_bins: number of bins, which must divide the number of ranks.
     """
+    check_kind("result", result, SBCResult, "what `simulation_based_calibration` returns")
+    if names is not None:
+        check_kind("names", names, Sequence, "a list of names of quantities")
     chosen = [*result.names[:1], *result.names[-3:]] if names is None else list(names)
     unknown = [name for name in chosen if name not in result.names]
     if unknown:
@@ -279,6 +320,7 @@ def plot_sbc(
 
 def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
     """k-hat of every row of a leave-one-out result. Those above 0.7 are red."""
+    check_kind("left_out", left_out, LeaveOneOut, "what `loo` returns")
     ax = _axes(ax)
     k = _numpy(left_out.k_hat.clamp(min=-1, max=2))
     rows, is_bad = _numpy(torch.arange(len(k))), k > 0.7

@@ -12,7 +12,8 @@ from torch import Tensor
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.densities import likelihoods_of_draws, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
-from pyro_dak.inference.guides import FullRankGuide, GaussianGuide, LowRankGuide
+from pyro_dak.inference.guides import GaussianGuide, LowRankGuide, TrilGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import GaussianLikelihood
 
@@ -51,6 +52,7 @@ def gaussian_fit(model: DAK, posterior: Posterior, draws: Draws | None = None) -
     """
     guide = as_guide(posterior, torch.float64)
     if isinstance(guide, GaussianGuide):
+        check_guide(model, guide, same_dtype=False)
         return GaussianFit(_flat(guide.weight_means()._asdict()), _covariance(guide))
     if draws is None:
         draws = draw_posterior(model, posterior, num_samples=4000, seed=0)
@@ -66,8 +68,8 @@ def _flat(sites: Mapping[str, Any], has_draws: bool = False) -> Tensor:
 
 
 def _covariance(guide: GaussianGuide) -> Tensor:
-    if isinstance(guide, FullRankGuide):
-        return torch.block_diag(*(guide.scale_tril @ guide.scale_tril.mT))
+    if isinstance(guide, TrilGuide):
+        return guide.weight_covariance()
     if isinstance(guide, LowRankGuide):  # its weights stand site after site
         order = _flat(guide.split(torch.arange(len(guide.loc)))._asdict()).long()
         factor = guide.factor[order]

@@ -23,8 +23,9 @@ from pyro_dak.inference.densities import (
 from pyro_dak.inference.draws import Posterior, draw_posterior, site_labels
 from pyro_dak.inference.exact import exact_posterior
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_inputs
 from pyro_dak.model.modes import evaluating
-from pyro_dak.validation import check_finite, check_integer
+from pyro_dak.validation import check_integer, check_kind, check_seed
 
 __all__ = ["PosteriorFn", "SBCResult", "simulation_based_calibration"]
 
@@ -84,7 +85,10 @@ def simulation_based_calibration(
     """
     check_integer("num_simulations", num_simulations, minimum=2)
     check_integer("num_samples", num_samples, minimum=1)
-    check_finite("x", x)
+    check_integer("num_function_rows", num_function_rows, minimum=0)
+    check_seed("seed", seed)
+    check_kind("posterior_fn", posterior_fn, Callable, "a function of model, x and y")
+    check_inputs(model, x)
     h = cached_inputs(model, x)
     rows = h[:num_function_rows]
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from pyro_dak.diagnostics.arguments import check_classes, check_same, check_variances
 from pyro_dak.diagnostics.calibration import Labels, Probs, Values, confidence_bins
 
 __all__ = [
@@ -28,12 +29,17 @@ Score = Float[Tensor, ""]
 
 
 def rmse(y: Values, mean: Values) -> Score:
-    """Root mean squared error, sqrt(mean (y - mean)^2)."""
-    return (y - mean).square().mean().sqrt()
+    """Root mean squared error, sqrt(mean (y - mean)^2), of errors of any size."""
+    check_same(y=y, mean=mean)
+    errors = y - mean
+    largest = errors.abs().max().clamp(min=torch.finfo(errors.dtype).tiny)
+    return largest * (errors / largest).square().mean().sqrt()
 
 
 def gaussian_nlpd(y: Values, mean: Values, var: Values) -> Score:
     """Negative log predictive density under N(mean, var), in nats per value."""
+    check_same(y=y, mean=mean, var=var)
+    check_variances(var)
     return 0.5 * (math.log(2 * math.pi) + var.log() + (y - mean).square() / var).mean()
 
 
@@ -42,6 +48,8 @@ def gaussian_crps(y: Values, mean: Values, var: Values) -> Score:
 
     s (r (2 Phi(r) - 1) + 2 pdf(r) - 1 / sqrt(pi)) with s = sqrt(var) and r = (y - mean) / s.
     """
+    check_same(y=y, mean=mean, var=var)
+    check_variances(var)
     scale = var.sqrt()
     r = (y - mean) / scale
     pdf = (-0.5 * r.square()).exp() / math.sqrt(2 * math.pi)
@@ -51,22 +59,26 @@ def gaussian_crps(y: Values, mean: Values, var: Values) -> Score:
 
 def interval_coverage(y: Values, lower: Values, upper: Values) -> Score:
     """Share of y inside [lower, upper]. It is best at the nominal level of the intervals."""
+    check_same(y=y, lower=lower, upper=upper)
     return ((y >= lower) & (y <= upper)).to(lower.dtype).mean()
 
 
 def interval_width(lower: Values, upper: Values) -> Score:
     """Mean width of the intervals."""
+    check_same(lower=lower, upper=upper)
     return (upper - lower).mean()
 
 
 def accuracy(y: Labels, probs: Probs) -> Score:
     """Share of rows whose most probable class is y. Larger is better."""
+    check_classes(y, probs, is_probability=False)
     return (probs.argmax(-1) == y).to(probs.dtype).mean()
 
 
 def brier_score(y: Labels, probs: Probs) -> Score:
     """Mean over rows of sum_c (probs_c - [y = c])^2, between 0 and 2."""
-    one_hot = torch.nn.functional.one_hot(y, probs.shape[-1])
+    check_classes(y, probs)
+    one_hot = torch.nn.functional.one_hot(y.long(), probs.shape[-1])
     return (probs - one_hot).square().sum(-1).mean()
 
 
@@ -82,6 +94,12 @@ def auroc(negative: Float[Tensor, " n0"], positive: Float[Tensor, " n1"]) -> Sco
     A tie counts as one half. To judge the detection of strange inputs, the negatives are scores
     (entropies, for example) of inputs like the training data, and the positives those of others.
     """
+    for name, value in (("negative", negative), ("positive", positive)):
+        check_same(**{name: value})
+        if value.dim() != 1:
+            raise ValueError(
+                f"`{name}` must have shape (N,), a score for each input; got {tuple(value.shape)}."
+            )
     ordered = negative.sort().values
     below = torch.searchsorted(ordered, positive, right=False)
     up_to = torch.searchsorted(ordered, positive, right=True)

@@ -16,7 +16,9 @@ from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.fast.serving import FixedMoments, affine_units, are_plain
 from pyro_dak.inference.guides import MeanFieldGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
 
 __all__ = ["freeze"]
@@ -49,6 +51,8 @@ def freeze(
         num_rows: how many inputs there will be; preparations that pay only for many depend on it.
         compile: whether to compile network and last layer, once for each model.
     """
+    check_model(model)
+    check_guide(model, guide)
     mixed = is_mixed(model.layer.log_unit_scale)
     network, units = _frozen_units(model, 0 if mixed else num_rows)
     if sites is None:
@@ -79,7 +83,9 @@ def _moments_at(
         if units is not None:
             h = units(h)
         q = moments(h)
-        return q if residual is None else q._replace(var=q.var + residual(h))
+        # Far outside the grid f is its bias, also at infinity; NaN shows that something overflowed.
+        mean = q.mean + 0 * h.sum(-1, keepdim=True)
+        return FunctionMoments(mean, q.var if residual is None else q.var + residual(h), q.root)
 
 
 def _frozen_units(

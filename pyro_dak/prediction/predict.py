@@ -7,15 +7,20 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.inference.draws import draw_sites
+from pyro_dak.additive.gaussian import FunctionMoments, compact, sample_marginals
+from pyro_dak.inference.densities import seeded
+from pyro_dak.inference.draws import check_draws, draw_sites
 from pyro_dak.inference.guides import GaussianGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_inputs, check_model
+from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, with_own_tensors
 from pyro_dak.prediction.freeze import freeze
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
-from pyro_dak.validation import check_choice, check_finite, check_floating, check_integer
+from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
 __all__ = ["FunctionDraws", "components", "predict", "sample_functions"]
 
@@ -37,7 +42,8 @@ def predict(
 
     Each row is predicted by itself, in eval mode and without gradients: with the same seed it gets
     the same prediction, up to rounding, whatever rows are beside it. Features are computed once per
-    row, and rows stream through in chunks, so that memory beyond the result is bounded.
+    row, and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
+    share model and guide; those that draw from a guide of Pyro wait for each other.
 
     Args:
         guide: a guide of this library or any Pyro guide of the model's sites.
@@ -55,41 +61,46 @@ def predict(
     check_choice("method", method, ("mc", "probit"))
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
-    _check_inputs(model, x)
+    check_seed("seed", seed)
+    check_inputs(model, x)
+    check_guide(model, guide)
     device = model.layer.log_unit_scale.device
     likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     needs_draws = has_classes and method == "mc"
     parts: list[list[Tensor]] = []
-    with evaluating(model, guide):
-        sites = None
-        if not getattr(guide, "has_closed_form", False):
-            with torch.random.fork_rng(enabled=seed is not None):
-                if seed is not None:
-                    torch.manual_seed(seed)
-                sites = draw_sites(guide, num_samples, x[:1].to(device))
+    sites = None
+    if not getattr(guide, "has_closed_form", False):
+        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
+            sites = draw_sites(guide, num_samples, x[:1].to(device))
+        check_draws(model, sites)
+    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
         seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
         moments_at = freeze(
             model, guide, sites, residual_variance, num_rows=len(x), compile=compile
         )
-        model.input_shape = model.input_shape or tuple(x.shape[1:])
         own: Any = model.likelihood
-        for chunk in _with_bar(x.split(chunk_size), progress):
+        for chunk in _with_bar(x.split(int(chunk_size)), progress):
             q = moments_at(chunk.to(device))
             if has_classes:
                 draws = None
                 if needs_draws:
-                    generator = torch.Generator(device).manual_seed(seed or 0)
+                    generator = torch.Generator(device).manual_seed(int(seed or 0))
                     draws = sample_marginals(q, num_samples, generator)
-                results: tuple[Tensor, ...] = own.class_probabilities(q, draws)
+                results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
             else:
-                results = own.predictive_moments(q)
-            parts.append([part.to(x.device) for part in (*results, q.mean, q.var)])
-    joined = [torch.cat(part) for part in zip(*parts, strict=True)]
-    functions = FunctionMoments(joined[-2], joined[-1])
+                q = compact(q)
+                results = (*own.predictive_moments(q), *q[:2])
+                results += () if q.root is None else (q.root.movedim(0, -2),)
+            parts.append([part.to(x.device) for part in results])
+        joined = [torch.cat(part) for part in zip(*parts, strict=True)]
+        model.input_shape = model.input_shape or tuple(x.shape[1:])
+        check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
     if has_classes:
-        return ClassPrediction(joined[0], joined[1], functions)
-    return Prediction(joined[0], joined[1], joined[2], functions, likelihood)
+        return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]))
+    mean, epistemic, aleatoric, *functions = joined
+    functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
+    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood)
 
 
 def components(
@@ -101,16 +112,25 @@ def components(
             f"Components need a Gaussian guide of pyro_dak and no shrinkage; got "
             f"{type(guide).__name__}. Use sample_functions instead."
         )
-    _check_inputs(model, x)
+    check_integer("chunk_size", chunk_size, minimum=1)
+    check_inputs(model, x)
+    check_guide(model, guide)
     parts = []
-    with evaluating(model, guide):
+    with (
+        explaining(model, x, guide=guide),
+        evaluating(model, guide),
+        known_sites(model, for_y=False),
+    ):
         roots = guide.unit_roots()
-        for chunk in _with_bar(x.split(chunk_size), progress):
+        for chunk in _with_bar(x.split(int(chunk_size)), progress):
             h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
             mean = model.layer.component_means(h, guide.weight_means())
             var = model.layer.component_variances(h, *roots)
             parts.append(tuple(part.to(x.device) for part in (mean, var, h)))
-    return Components(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        result = Components(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        check_finite("unit_inputs", result.unit_inputs)
+        check_finite("mean and variance of the components", result.mean + result.variance)
+    return result
 
 
 class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
@@ -123,37 +143,39 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
         return len(self.sites["z"])
 
     def __call__(self, x: Tensor) -> Tensor:
-        _check_inputs(self.model, x)
-        with evaluating(self.model):
-            return self.model.functions(self.model.unit_inputs(x), self.sites)
+        check_inputs(self.model, x)
+        with (
+            explaining(self.model, x),
+            evaluating(self.model),
+            known_sites(self.model, for_y=False),
+        ):
+            h = self.model.unit_inputs(x)
+            check_finite("unit_inputs", h)
+            f = self.model.functions(h, self.sites)
+            check_finite("f", f)
+        return f
 
     def __getitem__(self, index: int) -> "Callable[[Tensor], Tensor]":  # type: ignore[override]
+        if not isinstance(index, slice):
+            check_integer("index", index, minimum=-(2**63))
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"`index` must count one of {len(self)} draws; got {index}.")
         one = {name: value[index] for name, value in self.sites.items()}
         return FunctionDraws(self.model, one)
 
 
 def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> FunctionDraws:
     """Functions drawn from the posterior: a draw of the weights is a whole function of x."""
+    check_model(model)
+    check_guide(model, guide)
     check_integer("num_samples", num_samples, minimum=1)
     shape = model.input_shape
     like = model.layer.log_unit_scale
     x = None if shape is None else torch.zeros(1, *shape, dtype=like.dtype, device=like.device)
-    with evaluating(model, guide):
-        return FunctionDraws(model, draw_sites(guide, num_samples, x))
-
-
-def _check_inputs(model: DAK, x: Tensor) -> None:
-    check_floating("x", x)
-    if x.dim() < 2 or len(x) == 0:
-        raise ValueError(
-            f"`x` must have at least one row and one feature, (N, ...); got {tuple(x.shape)}."
-        )
-    dtype = model.layer.log_unit_scale.dtype
-    if x.dtype != dtype:
-        raise TypeError(
-            f"`x` must have the dtype of the model, {dtype}; got {x.dtype}. Convert it."
-        )
-    check_finite("x", x)
+    with explaining(model, guide=guide), evaluating(model, guide):
+        sites = draw_sites(guide, num_samples, x)
+    check_draws(model, sites)
+    return FunctionDraws(model, sites)
 
 
 def _with_bar(chunks: Sequence[Tensor], progress: bool) -> Iterable[Tensor]:

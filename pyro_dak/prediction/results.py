@@ -23,8 +23,8 @@ class Prediction:
     """What is known of y at new inputs; all tensors `(N, C)`.
 
     `mean` is E y. The variance splits into `epistemic`, what more data could remove, and
-    `aleatoric`, the noise. `functions` is the Gaussian q(f), output by output: covariance between
-    outputs, which some guides have, is left out of `sample` and `log_prob`.
+    `aleatoric`, the noise. `functions` is the Gaussian q(f), with the covariance between functions
+    if the guide has any.
     """
 
     mean: Tensor
@@ -60,23 +60,41 @@ class Prediction:
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def sample(self, num_samples: int) -> Tensor:
-        """Draws of y, `(S, N, C)`, independent over rows."""
+        """Draws of y, `(S, N, C)`, independent over rows and jointly over outputs."""
         check_integer("num_samples", num_samples, minimum=1)
         with torch.no_grad():
             f = sample_marginals(self.functions, num_samples)
             return self.likelihood.distribution(f).sample()
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """log p(y) of each row under the predictive distribution, `(N,)`, in nats."""
+        """log p(y) of each row under the predictive distribution, `(N,)`, in nats.
+
+        For Gaussian noise, constant or not, this is the density of all outputs together. For other
+        likelihoods it is the sum of the log densities of the outputs, each by itself: covariance
+        between several outputs, which some guides have, does not enter.
+        """
         y = self.likelihood.check_targets(y, self.mean.shape[-1])
+        self.likelihood.check_values(y, self.mean.shape[-1])
         _check_rows(y, self.mean)
+        mean, var, root = self.functions
         with torch.no_grad():
-            return self.likelihood.predictive_log_prob(y, self.functions)
+            rows = [
+                self.likelihood.predictive_log_prob(
+                    y[part],
+                    FunctionMoments(mean[part], var[part], None if root is None else root[:, part]),
+                )
+                for part in (slice(i, i + 8192) for i in range(0, len(y), 8192))
+            ]
+        return torch.cat(rows)
 
 
 @dataclass(frozen=True)
 class ClassPrediction:
-    """Class probabilities `(N, C)`, as logarithms, and how sure they are."""
+    """Class probabilities `(N, C)`, as logarithms, and how sure they are.
+
+    `functions` holds the mean and the variance of each function under q(f). Covariance between
+    functions, which some guides have, is counted in the probabilities by draws, but not kept.
+    """
 
     log_probs: Tensor
     expected_entropy: Tensor
@@ -106,6 +124,7 @@ class ClassPrediction:
 
     def sample(self, num_samples: int) -> Tensor:
         """Draws of the label, `(S, N)`."""
+        check_integer("num_samples", num_samples, minimum=1)
         return torch.distributions.Categorical(probs=self.probs).sample((num_samples,))
 
     def log_prob(self, y: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """ArviZ, 0.x or 1.x, reads what we export, from samplers and from guides."""
 
+import math
 import sys
 
 import numpy
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch.testing import assert_close
 
 from pyro_dak import GaussianLikelihood, HorseshoePrior, run_nuts, to_arviz
-from pyro_dak.diagnostics import loo
+from pyro_dak.diagnostics import k_hat, loo
 from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from tests import scenarios
@@ -26,6 +27,7 @@ quiet = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore:.*r-hat.*:UserWarning",
     "ignore:Estimated shape parameter.*:UserWarning",
+    "ignore:The draws come from a guide.*:UserWarning",
     "ignore:.*(layout|tight).*:UserWarning",
 )
 
@@ -157,6 +159,35 @@ def test_arviz_corrects_for_the_guide_as_we_do():
     ours = loo(case.model, case.guide, case.x, case.y, num_samples=2000)
     # This guide is far off, and the two smooth the far end of a heavy tail differently.
     assert ours.elpd == pytest.approx(float(theirs.elpd), rel=1e-3)
+
+
+def test_a_guide_far_from_the_posterior_is_exported_with_a_warning_and_its_k_hat():
+    case = regression()
+    with pytest.warns(UserWarning, match=r"k-hat is [\d.]+.*`az.loo`.*`pyro_dak.diagnostics.loo`"):
+        data = export(case, "guide")
+    assert data["log_likelihood"].attrs["k_hat"] == k_hat(
+        case.model, case.guide, case.x, case.y, num_samples=200
+    )
+    assert "not from the posterior" in data["log_likelihood"].attrs["note"]
+
+
+def test_a_point_estimate_is_exported_with_a_warning():
+    case = regression()
+    guide = AutoDelta(case.model)
+    guide(case.x, case.y)
+    with pytest.warns(UserWarning, match="k-hat is inf"):
+        to_arviz(case.model, guide, case.x, case.y, num_samples=50)
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_draws_of_the_posterior_and_exports_without_log_likelihoods_do_not_warn():
+    case = regression()
+    assert export(case, "exact")["log_likelihood"].attrs["k_hat"] == -math.inf
+    assert "k_hat" not in export(case, "nuts")["log_likelihood"].attrs
+    data = export(case, "guide", log_likelihood=False)
+    groups = data.groups() if callable(data.groups) else data.groups
+    assert "log_likelihood" not in {name.strip("/") for name in groups}
+    assert data["observed_data"]["y"].dims == ("obs_id",)
 
 
 @quiet

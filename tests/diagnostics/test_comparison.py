@@ -11,6 +11,7 @@ from pyro_dak import (
     MeanFieldGuide,
     NormalPrior,
     StudentTPrior,
+    UnitBlockGuide,
     compare_posteriors,
     exact_posterior,
 )
@@ -86,6 +87,40 @@ def test_mean_field_is_narrower_and_its_gap_is_evidence_minus_elbo():
     # At the optimum the mean-field precision is the diagonal of the exact one.
     precision = torch.linalg.inv(comparison.fits["exact"].cov).diagonal()
     assert_close(comparison.fits["q"].sd, precision.rsqrt(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("guide_class", [MeanFieldGuide, UnitBlockGuide, FullRankGuide])
+@pytest.mark.parametrize("linear_term", [False, True])
+def test_what_a_guide_loses_for_not_having_converged_is_told_apart(guide_class, linear_term):
+    case = scenarios.gaussian_regression(num_rows=20, num_units=2, linear_term=linear_term)
+    guide = guide_class(case.model)
+    optimizer = torch.optim.LBFGS(guide.parameters(), max_iter=400, line_search_fn="strong_wolfe")
+    optimizer.param_groups[0].update(tolerance_grad=1e-9, tolerance_change=1e-14)
+
+    def loss_fn():
+        optimizer.zero_grad()
+        loss = ClosedFormELBO().differentiable_loss(case.model, guide, case.x, case.y)
+        loss.backward(inputs=list(guide.parameters()))
+        return loss
+
+    def row():
+        posteriors = {"q": guide, "exact": case.exact()}
+        return compare_posteriors(case.model, posteriors, case.x, case.y).summary()[0]
+
+    before = row()
+    optimizer.step(loss_fn)
+    after = row()
+    assert after["unconverged"] == pytest.approx(0, abs=1e-5)
+    assert before["unconverged"] == pytest.approx(after["elbo"] - before["elbo"], abs=1e-5)
+    assert "of it unconverged" in str(
+        compare_posteriors(case.model, {"q": guide}, case.x, case.y, num_samples=10)
+    )
+
+
+def test_of_a_family_whose_best_member_is_not_known_nothing_is_said_about_convergence():
+    case = scenarios.gaussian_regression(guide="low_rank")
+    comparison = compare_posteriors(case.model, {"q": case.guide}, case.x, case.y)
+    assert "unconverged" not in comparison.summary()[0]
 
 
 @torch.no_grad()

@@ -111,9 +111,8 @@ def test_calibration_plots_show_their_curves():
     ax = plots.plot_reliability(y, {"a": probs, "b": probs}, num_bins=5)
     assert len(ax.collections) == 2
     pit = torch.rand(400)
-    heights = [bar.get_height() for bar in plots.plot_pit(pit, num_bins=10).patches]
-    counts = torch.histc(pit, 10, 0, 1).tolist()
-    assert counts == [h for h in heights if h in counts][-10:]
+    bars = plots.plot_pit(pit, num_bins=10).containers[0]
+    assert [bar.get_height() for bar in bars] == torch.histc(pit, 10, 0, 1).tolist()
     ax = plots.plot_coverage(pit)
     levels = torch.as_tensor(ax.lines[1].get_xdata())
     assert (line(ax, 1) - levels).abs().max() < 4 * 0.5 / 400**0.5

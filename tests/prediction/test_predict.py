@@ -1,13 +1,15 @@
 """`predict`: exact moments, row by row, calibrated quantiles, class probabilities, components."""
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyro.infer.autoguide import AutoDelta, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal, AutoNormal
 from torch import nn
 from torch.testing import assert_close
 
@@ -16,14 +18,19 @@ from pyro_dak import (
     CategoricalLikelihood,
     GaussianLikelihood,
     HorseshoePrior,
+    MaternKernel,
     MeanFieldGuide,
     NormalPrior,
+    RBFKernel,
     StudentTPrior,
     components,
+    exact_posterior,
     predict,
     sample_functions,
 )
-from pyro_dak.inference.draws import draw_sites
+from pyro_dak.additive.gaussian import sample_marginals
+from pyro_dak.diagnostics import loo
+from pyro_dak.inference.draws import draw_posterior, draw_sites
 from pyro_dak.prediction import freeze
 from tests import scenarios
 
@@ -72,7 +79,11 @@ def test_gaussian_prediction_is_closed_form(guide):
     assert_close(prediction.epistemic, moments.var.detach())
     assert_close(prediction.std, (moments.var + noise**2).sqrt().detach())
     y = torch.randn_like(prediction.mean)
-    expected = torch.distributions.Normal(prediction.mean, prediction.std).log_prob(y).sum(-1)
+    cov = torch.diag_embed(prediction.variance)
+    if moments.root is not None:
+        shared = torch.einsum("rnf,rng->nfg", moments.root, moments.root)
+        cov = cov + shared - torch.diag_embed(shared.diagonal(dim1=-2, dim2=-1))
+    expected = torch.distributions.MultivariateNormal(prediction.mean, cov).log_prob(y)
     assert_close(prediction.log_prob(y), expected.detach())
 
 
@@ -85,6 +96,80 @@ def test_log_prob_by_quadrature_agrees_with_draws(likelihood):
     densities = model.likelihood.distribution(f).log_prob(y).exp()
     error = densities.std(0) / len(f) ** 0.5
     assert ((densities.mean(0) - prediction.log_prob(y).exp()).abs() < 5 * error).all()
+
+
+def correlated(likelihood, num_outputs, spread=1.0):
+    """A model whose functions covary strongly under its guide, with the guide and inputs."""
+    model, guide, x = make(likelihood, num_outputs, "low_rank")
+    with torch.no_grad():
+        guide.factor.copy_(spread * torch.randn_like(guide.factor))
+        guide.log_scale.fill_(math.log(0.2))
+    return model, guide, x[:3]
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "num_outputs", "spread"),
+    [
+        ("gaussian", 3, 1.0),
+        ("heteroscedastic", 1, 1.0),
+        ("heteroscedastic", 2, 0.4),
+        ("heteroscedastic", 3, 0.4),
+    ],
+)
+def test_log_prob_counts_the_covariance_between_functions(likelihood, num_outputs, spread):
+    model, guide, x = correlated(likelihood, num_outputs, spread)
+    y = model.likelihood.distribution(draws_of_f(model, guide, x, 1)).sample()[0]
+    with torch.no_grad():
+        f = draws_of_f(model, guide, x, 60_000)
+        densities = model.likelihood.distribution(f).log_prob(y).exp()
+    error = densities.std(0) / densities.mean(0) / len(f) ** 0.5
+    found = predict(model, guide, x).log_prob(y)
+    assert ((densities.mean(0).log() - found).abs() < 4 * error + 1e-3).all()
+
+
+@pytest.mark.parametrize("likelihood", REGRESSIONS)
+def test_draws_of_y_have_the_covariance_of_the_outputs(likelihood):
+    model, guide, x = correlated(likelihood, 2, spread=0.4)
+    truth = model.likelihood.distribution(draws_of_f(model, guide, x, 40_000)).sample()
+    draws = predict(model, guide, x).sample(40_000)
+
+    def are_together(y):
+        """Whether both outputs of a row are on the same side of their means, `(S, N)`."""
+        return ((y > truth.mean(0)).sum(-1) != 1).double()
+
+    here, there = are_together(draws), are_together(truth)
+    error = ((here.var(0) + there.var(0)) / 40_000).sqrt()
+    assert ((here.mean(0) - there.mean(0)).abs() < 4 * error).all()
+
+
+def test_class_probabilities_count_the_covariance_between_functions():
+    model, guide, x = correlated("categorical", 3, spread=2.0)
+    probs = draws_of_f(model, guide, x, 40_000).softmax(-1)
+    found = predict(model, guide, x, num_samples=40_000, seed=0)
+    error = (2 * probs.var(0) / len(probs)).sqrt()
+    assert ((found.probs - probs.mean(0)).abs() < 4 * error).all()
+    independent = sample_marginals(found.functions, 40_000).softmax(-1).mean(0)
+    assert not ((independent - probs.mean(0)).abs() < 4 * error).all()
+
+
+def test_draws_of_any_guide_carry_the_covariance_between_functions():
+    model, guide, x = correlated("gaussian", 3)
+
+    class Other(pyro.nn.PyroModule):
+        """The same posterior, of which nothing is known but its draws."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = guide
+
+        def forward(self, x, y):
+            return self.inner()
+
+    y = torch.randn(3, 3)
+    known = predict(model, guide, x)
+    drawn = predict(model, Other(), x, num_samples=40_000, seed=0)
+    assert drawn.functions.root.shape == (3, 3, 3)  # no longer one row for each draw
+    assert_close(drawn.log_prob(y), known.log_prob(y), rtol=0.02, atol=0.02)
 
 
 def test_intervals_hold_their_share_of_draws():
@@ -124,6 +209,17 @@ def test_prediction_is_row_wise(chunk_size, order):
     parts = predict(model, guide, x[list(order)], chunk_size=chunk_size)
     assert_close(parts.mean, whole.mean[list(order)], atol=1e-12, rtol=1e-12)
     assert_close(parts.variance, whole.variance[list(order)], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [RBFKernel(50.0), RBFKernel(1.0), MaternKernel(20.0)])
+def test_smooth_kernels_are_row_wise_in_single_precision(kernel):
+    network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = DAK(network, 4, num_units=3, kernel=kernel).float()
+    x = torch.randn(64, 3, dtype=torch.float32)
+    model(x)
+    guide = MeanFieldGuide(model.eval(), init_loc_scale=3.0).float()
+    rows = [predict(model, guide, row).mean for row in x.split(1)]
+    assert_close(torch.cat(rows), predict(model, guide, x).mean, rtol=1e-5, atol=1e-5)
 
 
 def test_prediction_computes_features_once_per_row_and_restores_modes():
@@ -291,6 +387,45 @@ def test_bad_inputs_are_refused(no_type_checker):
         predict(model, guide, x, method="laplace")
     with pytest.raises(ValueError, match=r"shape \(N, 2\)"):
         predict(model, guide, x).log_prob(torch.zeros(40))
+
+
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("at_fault", ["embedding.weight", "layer.log_unit_scale", "z_loc"])
+def test_weights_that_are_not_finite_are_not_predicted_with(at_fault, likelihood, value):
+    model, guide, x = make(likelihood)
+    tensors = {**dict(model.named_parameters()), **dict(guide.named_parameters())}
+    with torch.no_grad():
+        tensors[at_fault].flatten()[0] = value
+    message = rf"must have weights whose squares are finite; `{at_fault}` has others"
+    with pytest.raises(ValueError, match=message):
+        predict(model, guide, x)
+    with pytest.raises(ValueError, match=message):
+        components(model, guide, x)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_make_no_functions_and_no_posterior(value):
+    model, guide, x = make()
+    draws = sample_functions(model, guide, 2)
+    with torch.no_grad():
+        model.embedding.weight[0, 0] = value
+    with pytest.raises(ValueError, match=r"`embedding.weight` has others"):
+        exact_posterior(model, x, torch.zeros(40, 2))
+    with pytest.raises(ValueError, match=r"`embedding.weight` has others"):
+        draws(x)
+
+
+def test_inputs_that_overflow_the_network_are_not_predicted_with():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    nn.init.constant_(network[0].weight, 10.0)
+    model = DAK(network, 4, num_units=2, level=3)
+    x = torch.randn(10, 3)
+    model(x)
+    model, guide = model.float().eval(), MeanFieldGuide(model).float()
+    with pytest.raises(ValueError, match="`x` gives features that are not finite"):
+        predict(model, guide, 3e38 * x.float().sign())
 
 
 @pytest.mark.parametrize("guide", ["mean_field", "low_rank"])
@@ -465,7 +600,77 @@ def test_inputs_that_are_wrong_are_no_failure_of_the_compiler(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compiling)
     model, guide, x = make()
-    with pytest.raises(RuntimeError, match="shapes"):
+    with pytest.raises(ValueError, match=r"`x` must .*; got shape"):
         predict(model, guide, x[:, :2], compile=True)
     predict(model, guide, x, compile=True)
     assert len(calls) == 2
+
+
+# Threads
+
+
+@pytest.fixture
+def hasty_threads():
+    """Threads that take turns all the time."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+AUTOGUIDES = {
+    "normal": AutoNormal,
+    "low_rank_auto": AutoLowRankMultivariateNormal,
+    "delta": AutoDelta,
+}
+
+
+@pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("guide", [*scenarios.GUIDES, *AUTOGUIDES])
+def test_predictions_of_eight_threads_are_those_of_one(guide, is_training):
+    network = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4))
+    model = DAK(network, 4, num_units=3, level=3)
+    x = torch.randn(40, 3)
+    model(x)
+    kind = AUTOGUIDES.get(guide) or scenarios.GUIDES[guide]
+    q = kind(model.train(is_training))
+    if guide in AUTOGUIDES:
+        q(x, torch.zeros(40, 1))
+    pyro.clear_param_store()
+    expected = [predict(model, q, x, seed=i, num_samples=5, progress=False) for i in range(8)]
+    statistics = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def run(i):
+        return predict(model, q, x, seed=i % 8, num_samples=5, progress=False)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(48)))
+    for i, prediction in enumerate(found):
+        assert_close(prediction.mean, expected[i % 8].mean)
+        assert_close(prediction.variance, expected[i % 8].variance)
+    assert all(part.training == is_training for part in model.modules())
+    assert not pyro.settings.get("module_local_params")
+    assert not pyro.get_param_store()
+    assert_close(model.state_dict(), statistics, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.parametrize("guide", ["mean_field", "normal"])
+def test_other_uses_of_a_model_by_eight_threads_are_those_of_one(guide):
+    model, q, x = make(num_outputs=1)
+    y = torch.randn(40, 1)
+    if guide == "normal":
+        q = AutoNormal(model)
+        q(x, y)
+    uses = [
+        lambda: predict(model, q, x, seed=1, num_samples=5, progress=False).mean,
+        lambda: torch.tensor(exact_posterior(model, x, y).log_evidence),
+        lambda: loo(model, q, x, y, num_samples=30).pointwise,
+        lambda: draw_posterior(model, q, num_samples=5, x=x, seed=2).sites["z"],
+    ]
+    expected = [use() for use in uses]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: uses[i % 4](), range(64)))
+    for i, value in enumerate(found):
+        assert_close(value, expected[i % 4])
