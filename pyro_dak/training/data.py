@@ -1,29 +1,79 @@
-"""Batches for training: tensors on the device cut by index, or whatever a loader yields."""
+"""Batches for training: tensors on the device cut by index, or whatever a loader yields.
 
-from collections.abc import Iterable, Iterator
+**How much a row counts.** The bound of N rows is L = sum_n l_n - KL. An epoch shows R rows in T
+batches of B_1, ..., B_T rows, B = R / T on average; R = N, unless a loader says otherwise. Batch t
+estimates the bound by L_t = (N / B_t) sum_{n in t} l_n - KL, and the loss of its step is
+
+    -(B_t / B) L_t / N.
+
+Over an epoch at fixed weights, (1 / T) sum_t (B_t / B) L_t = (N / R) sum_n l_n - KL. Each row
+counts the same whatever the size of its batch, and once if R = N. The KL counts once in all; a
+short batch, such as the last one of a loader, brings only its share of it. So the mean gradient of
+the steps is that of the bound. With W processes, whose gradients are averaged, each takes its own
+rows of a batch, and they count W times as much. A row with a weight counts as often as that says.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.modes import evaluating
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_finite, check_floating, check_integer
+from pyro_dak.validation import check_finite, check_floating, check_has_values, check_integer
 
-__all__ = ["Data", "LoaderData", "ResidentData", "hold_out", "is_pair", "training_data"]
+__all__ = [
+    "Data",
+    "LoaderData",
+    "ResidentData",
+    "data_differences",
+    "fingerprint",
+    "hold_out",
+    "rewound",
+    "training_data",
+]
 
-# Inputs, targets, and how many rows of the data set each row stands for: a number for all rows, or
-# a tensor `(N,)` or `(E, N)`.
+# Inputs, targets, and how many rows of the data set each row stands for in an average batch, N / B:
+# a number for all rows, or a tensor `(n,)` or `(E, n)`.
 Batch = tuple[Tensor, Tensor, float | Tensor]
 
 
-def is_pair(data: Any) -> bool:
+_MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS = 256, 2**20
+
+
+def _is_pair(data: Any) -> bool:
     """Whether data are (x, y) themselves, and not batches of them."""
     if not isinstance(data, tuple | list) or len(data) != 2:
         return False
     return not any(isinstance(part, tuple | list) and len(part) == 2 for part in data)
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """x and y of a batch of a loader, or an error."""
+    parts = tuple(batch[:2]) if isinstance(batch, tuple | list) else ()
+    if len(parts) != 2 or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
+        raise TypeError(
+            f"every batch of `data` must be a pair (x, y) of tensors; got {type(batch).__name__}."
+        )
+    return parts
 
 
 def _check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Tensor, Tensor]:
@@ -31,6 +81,7 @@ def _check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[T
     check_floating(f"{name} x", x)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise TypeError(f"`{name} y` must be a torch.Tensor; got {type(y).__name__}.")
+    check_has_values(f"{name} x", x)
     if x.dim() < 2:
         raise ValueError(f"`{name} x` must have shape (N, ...); got {tuple(x.shape)}.")
     if len(x) != len(y):
@@ -50,6 +101,57 @@ def _check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[T
     return x, y
 
 
+def fingerprint(**tensors: Tensor) -> dict[str, Any]:
+    """What tells tensors from others: shape, dtype and five numbers of each, as plain data.
+
+    The numbers are the logarithm of the norm of a sample of rows, and four sums of its entries with
+    signs and weights that differ by row and column, divided by the norm. So they move little if
+    entries are rounded, visibly if rows are others or in another order, and tell nothing about a
+    single row.
+    """
+    entries: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        N, D = len(tensor), math.prod(tensor.shape[1:])
+        num_sampled = max(1, min(N, _MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS // max(D, 1)))
+        index = torch.linspace(0, N - 1, num_sampled, dtype=torch.float64).round().long()
+        rows = tensor[index.to(tensor.device)].detach().reshape(num_sampled, D).double().cpu()
+        frequency = torch.arange(1, 5, dtype=torch.float64).unsqueeze(-1)
+        u, v = (frequency * torch.arange(size) for size in (num_sampled, D))  # (4, n), (4, D)
+        size = float(rows.abs().max()) if rows.numel() else 0.0
+        norm = float((rows / size).norm()) if size else 1.0
+        sums = ((u.cos() @ rows) * (v * math.sqrt(2)).cos()).sum(-1) / ((size or 1.0) * norm)
+        entries[f"shape of {name}"] = list(tensor.shape)
+        entries[f"dtype of {name}"] = str(tensor.dtype)
+        entries[f"values of {name}"] = [math.log(norm) + math.log(size or 1.0), *sums.tolist()]
+    return entries
+
+
+def _row_of_largest(values: Tensor) -> int:
+    rows = values.reshape(len(values), -1)
+    return int(torch.maximum(rows.amax(1), -rows.amin(1)).argmax())
+
+
+def data_differences(then: Any, now: dict[str, Any]) -> Iterator[str]:
+    """The entries of two fingerprints that both know and that differ by more than rounding.
+
+    `now` is ours, and `then` comes from a file.
+    """
+    then = then if isinstance(then, dict) else {}
+    for name in [name for name in now if then.get(name) is not None and now[name] is not None]:
+        if name.startswith("values of "):
+            if not _are_close(then[name], now[name]):
+                yield f"other {name}"
+        elif then[name] != now[name]:
+            yield f"{name}: {then[name]} then, {now[name]} now"
+
+
+def _are_close(first: Any, second: list[float]) -> bool:
+    if not isinstance(first, list) or len(first) != len(second):
+        return False
+    numbers = [value if isinstance(value, float) else math.nan for value in first]
+    return all(abs(a - b) <= 1e-3 for a, b in zip(numbers, second, strict=True))
+
+
 class ResidentData:
     """Tensors on the device, cut into batches by index: every row comes once per epoch.
 
@@ -60,7 +162,14 @@ class ResidentData:
     Attributes:
         num_rows: N.
         num_data: what the rows count in all, which the loss divides by: N, or the sum of weights.
+        batches_per_epoch: T.
+        epoch_weight: the sum of B_t / B over an epoch, T.
+        held_out: rows (x, y) that are scored, if there are any.
     """
+
+    held_out: tuple[Tensor, Tensor] | None = None
+
+    generators: Sequence[torch.Generator] = ()
 
     def __init__(
         self,
@@ -75,7 +184,7 @@ class ResidentData:
         self.x, self.y, self.weights = x, y, weights
         self.num_rows = len(x)
         self.num_data: int | Tensor = len(x) if weights is None else weights.sum(-1)
-        self.batches_per_epoch = -(-len(x) // batch_size)
+        self.batches_per_epoch = self.epoch_weight = -(-len(x) // batch_size)
         if len(x) // self.batches_per_epoch < world_size:
             raise ValueError(
                 f"`batch_size` must give each of the {world_size} processes a row; got batches of "
@@ -83,23 +192,46 @@ class ResidentData:
             )
         self.rank, self.world_size = rank, world_size
 
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Some rows from all over the data, and those with the largest numbers."""
+        index = torch.linspace(0, self.num_rows - 1, min(self.num_rows, _MAX_SAMPLED_ROWS)).long()
+        rows = {int(i) for i in index} | {_row_of_largest(part) for part in (self.x, self.y)}
+        chosen = torch.tensor(sorted(rows), device=self.x.device)
+        return self.x[chosen], self.y[chosen]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must have in common; see `fingerprint`."""
+        return fingerprint(x=self.x, y=self.y) | _held_out_fingerprint(self.held_out)
+
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on, in an order that `generator` draws."""
         order = torch.randperm(self.num_rows, generator=generator).to(self.x.device)
+        scale: float | Tensor = float(self.batches_per_epoch * self.world_size)
         for batch in order.tensor_split(self.batches_per_epoch)[start:]:
-            scale: float | Tensor = self.num_rows * self.world_size / len(batch)
             own = batch[self.rank :: self.world_size] if self.world_size > 1 else batch
-            if self.weights is not None:
-                scale = self.weights[..., own] * scale
-            yield self.x[own], self.y[own], scale
+            rows = scale if self.weights is None else self.weights[..., own] * scale
+            yield self.x[own], self.y[own], rows
 
 
 class LoaderData:
     """The batches of a `DataLoader` or any iterable of (x, y), which does its own shuffling.
 
-    There are `num_data` rows in all, by default `len(loader.dataset)`. Each batch is checked, and
-    goes to the device. Each process takes every `world_size`-th row of it.
+    Each batch is checked, and goes to the device. Each process takes every `world_size`-th row of
+    it. N is `num_data`, or what `_count_rows` finds out. An epoch that has other rows or batches
+    than expected is told: by an error if N comes from its rows, else by one warning.
+
+    Attributes:
+        num_rows: N.
+        num_data: N.
+        rows_per_epoch: R, or None if that is not known before the end of an epoch.
+        batches_per_epoch: T, or None likewise.
+        average_size: B; if R or T is not known, the size of the first batch, which serves as well,
+            since it is one factor of all steps.
+        generators: the loader's own, which checkpoints keep.
+        held_out: rows (x, y) that are scored, if there are any.
     """
+
+    held_out: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -110,18 +242,22 @@ class LoaderData:
         rank: int = 0,
         world_size: int = 1,
     ):
-        if iter(loader) is loader:
+        if isinstance(loader, Iterator):
             raise TypeError(
                 "`data` must be iterable anew for each epoch; got an iterator, which is spent "
                 "after one. Give a DataLoader, a list of batches, or tensors."
             )
+        if world_size > 1 and any(isinstance(p, DistributedSampler) for p in _parts(loader)):
+            raise ValueError(
+                "`data` must yield the same batches in every process, of which `fit` gives each "
+                "process its rows; got a DistributedSampler, which would leave most rows out. Use "
+                "a loader without."
+            )
+        self.generators = _generators(loader)
+        self.rows_per_epoch: int | None = None
+        self.has_own_count = num_data is None  # N comes from what the loader yields
         if num_data is None:
-            try:
-                num_data = len(loader.dataset)  # type: ignore[attr-defined]
-            except (AttributeError, TypeError):
-                raise ValueError(
-                    "`num_data` must be given for a loader whose data set has no length."
-                ) from None
+            num_data, self.rows_per_epoch = _count_rows(loader, self.generators)
         check_integer("num_data", num_data, minimum=1)
         self.loader, self.model, self.device = loader, model, device
         self.num_rows = self.num_data = num_data
@@ -129,7 +265,41 @@ class LoaderData:
             self.batches_per_epoch: int | None = len(loader)  # type: ignore[arg-type]
         except TypeError:
             self.batches_per_epoch = None
+        self.average_size: float | None = None
+        if self.rows_per_epoch and self.batches_per_epoch:
+            self.average_size = self.rows_per_epoch / self.batches_per_epoch
         self.rank, self.world_size = rank, world_size
+        self.rows_seen = 0
+        self.has_warned = False
+        self.row: dict[str, Any] = {}  # shapes and dtypes
+
+    @property
+    def epoch_weight(self) -> float:
+        """The sum of B_t / B over the batches that this epoch has had so far."""
+        assert self.average_size is not None
+        return self.rows_seen / self.average_size
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must have in common, as far as a loader lets it be known.
+
+        The rows are sampled in a list of batches and in a `TensorDataset`; those of other data sets
+        may come out otherwise each time, so that only their number, shapes and dtypes are known.
+        """
+        in_memory = _loader_fingerprint(self.loader) | _held_out_fingerprint(self.held_out)
+        return {"rows per epoch": self.rows_per_epoch} | self.row | in_memory
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """A first batch; what is not known of an epoch is estimated from it."""
+        with rewound(self.generators):
+            batch = next(iter(self.loader), None)
+        if batch is None:
+            raise ValueError("`data` yields no batch.")
+        x, y = _check_data(self.model, *_pair(batch), "batch")
+        self.average_size = self.average_size or len(x)
+        self.batches_per_epoch = self.batches_per_epoch or -(-self.num_rows // len(x))
+        for name, part in (("x", x), ("y", y)):
+            self.row[f"a row of {name}"] = f"{part.dtype} {tuple(part.shape[1:])}"
+        return x, y
 
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on.
@@ -142,49 +312,194 @@ class LoaderData:
             first = next(batches, None)  # a sampler draws its order here
         if first is None:
             raise ValueError("`data` yields no batch.")
+        self.average_size = self.average_size or len(first[0])
+        scale = self.num_rows * self.world_size / self.average_size
         own = slice(self.rank, None, self.world_size)
-        for batch in islice(chain([first], batches), start, None):
-            x, y = _check_data(self.model, batch[0], batch[1], "batch")
+        self.rows_seen = number = 0
+        for number, batch in enumerate(chain([first], batches), start=1):
+            pair = _pair(batch)
+            self.rows_seen += len(pair[0])
+            if number <= start:
+                continue
+            x, y = _check_data(self.model, *pair, "batch")
             if len(x) < self.world_size:
                 raise ValueError(
                     f"every batch needs a row for each of the {self.world_size} processes; got "
                     f"{len(x)}. Use drop_last=True or another batch size."
                 )
-            scale = self.num_rows * self.world_size / len(x)
             yield x[own].to(self.device), y[own].to(self.device), scale
+        self._check_epoch(number)
+
+    def _check_epoch(self, num_batches: int) -> None:
+        """Tell if this epoch had other rows or batches than expected, or than the first one."""
+        seen, num_rows = (self.rows_seen, num_batches), self.rows_per_epoch or self.rows_seen
+        expected = (num_rows, self.batches_per_epoch or num_batches)
+        self.rows_per_epoch = num_rows
+        if seen == expected:
+            return
+        what = (
+            f"an epoch of `data` had {seen[0]} rows in {seen[1]} batches, where {expected[0]} rows "
+            f"in {expected[1]} batches were expected"
+        )
+        if self.has_own_count and seen[0] != num_rows:
+            raise ValueError(
+                f"{what}, so that nobody knows how many rows the bound counts. Give `num_data`, "
+                "the number of rows in all, or look at the sampler and the workers of the loader."
+            )
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                f"{what}. Each row counts num_data / {seen[0]} = {self.num_rows / seen[0]:.3g} "
+                f"times in such an epoch, and the schedule of the learning rate is made for "
+                f"{expected[1]} batches an epoch.",
+                stacklevel=2,
+            )
+
+
+def _parts(loader: object) -> list[Any]:
+    """A loader, and its data set and samplers, as far as it has them."""
+    parts = [loader, *(getattr(loader, n, None) for n in ("dataset", "sampler", "batch_sampler"))]
+    return [part for part in [*parts, getattr(parts[3], "sampler", None)] if part is not None]
+
+
+def _loader_fingerprint(loader: Any) -> dict[str, Any]:
+    """Shapes and samples of what a loader holds in memory."""
+    tensors: dict[str, Any] = {}
+    if isinstance(loader, list | tuple):
+        for i in sorted({round(k * (len(loader) - 1) / 7) for k in range(8)}):
+            tensors |= {f"x in batch {i}": loader[i][0], f"y in batch {i}": loader[i][1]}
+    for part in _parts(loader):
+        while isinstance(part, Subset):
+            tensors[f"subset {len(tensors)}"] = part.indices
+            part = part.dataset
+        if isinstance(part, TensorDataset):
+            tensors |= {f"tensor {i}": tensor for i, tensor in enumerate(part.tensors)}
+        elif isinstance(part, SubsetRandomSampler):
+            tensors["sampled rows"] = part.indices
+        elif isinstance(part, WeightedRandomSampler):
+            tensors["sampling weights"] = part.weights
+    return fingerprint(**{name: torch.as_tensor(value) for name, value in tensors.items()})
+
+
+def _held_out_fingerprint(rows: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    if rows is None:
+        return {}
+    return fingerprint(**{"validation x": rows[0], "validation y": rows[1]})
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """The generators of a loader, its data set and its samplers, each once."""
+    found = [v for part in _parts(loader) for v in getattr(part, "__dict__", {}).values()]
+    return [*{id(value): value for value in found if isinstance(value, torch.Generator)}.values()]
+
+
+@contextmanager
+def rewound(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """What is drawn inside leaves these generators and the global one as they were."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _count_rows(loader: Any, generators: Sequence[torch.Generator]) -> tuple[int, int]:
+    """N and R of a loader, from its sampler; an error with the reason where nobody can know.
+
+    They differ for samplers that shuffle: `drop_last` and `num_samples` change how many rows an
+    epoch has, but every row has its turn. Otherwise N is R, so that each row counts as often as an
+    epoch shows it.
+    """
+    if isinstance(loader, list | tuple):
+        num_rows = sum(len(_pair(batch)[0]) for batch in loader)
+        return num_rows, num_rows
+    dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+    if batches is None or isinstance(dataset, IterableDataset):
+        if getattr(loader, "batch_size", 1) is None:
+            _ask("the items of its data set are whole batches (batch_size=None)")
+        try:
+            num_rows = len(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            _ask("its data set has no length")
+        num_rows -= num_rows % loader.batch_size if getattr(loader, "drop_last", False) else 0
+        return num_rows, num_rows
+    if type(batches) is not BatchSampler:
+        try:
+            with rewound(generators):
+                num_rows = sum(map(len, islice(batches, len(batches))))
+        except TypeError:
+            _ask(f"its batch sampler ({type(batches).__name__}) has no length")
+        return num_rows, num_rows
+    sampler: Any = batches.sampler
+    try:
+        per_epoch = len(sampler)
+    except TypeError:
+        _ask(f"its sampler ({type(sampler).__name__}) has no length")
+    per_epoch -= per_epoch % batches.batch_size if batches.drop_last else 0
+    if type(sampler) is RandomSampler:
+        return len(sampler.data_source), per_epoch
+    return len(sampler.indices) if type(sampler) is SubsetRandomSampler else per_epoch, per_epoch
+
+
+def _ask(reason: str) -> NoReturn:
+    raise ValueError(
+        f"`num_data` must be given for this loader, the number of rows in all: {reason}."
+    ) from None
 
 
 Data = ResidentData | LoaderData
 
 
-def training_data(model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any) -> Data:
-    """`ResidentData` for tensors and for fixed features, `LoaderData` for any other iterable."""
+def training_data(
+    model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any
+) -> tuple[Data, Tensor, tuple[Tensor, Tensor]]:
+    """`ResidentData` for tensors and fixed features, `LoaderData` for others.
+
+    With it come some inputs of the network, and some rows (x, y) of batches as the loss sees them.
+    """
     device, share = fabric.device, (fabric.global_rank, fabric.world_size)
-    if plan.fixed_features:
-        return ResidentData(*_features(model, data, device), plan.batch_size, *share)
-    if is_pair(data):
+    if _is_pair(data):
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
-        x, y = _check_data(model, *data)
-        return ResidentData(x.to(device), y.to(device), plan.batch_size, *share)
+        inputs, y = _check_data(model, *data)
+        x = _features(model, inputs, device) if plan.fixed_features else inputs
+        resident = ResidentData(x.to(device), y.to(device), plan.batch_size, *share)
+        return resident, inputs, resident.sample()
     if not isinstance(data, Iterable):
         raise TypeError(
             f"`data` must be a pair (x, y) of tensors or an iterable of such pairs; "
             f"got {type(data).__name__}."
         )
-    return LoaderData(data, num_data, model, device, *share)
+    if not plan.fixed_features:
+        loader = LoaderData(data, num_data, model, device, *share)
+        for generator in loader.generators:  # the same batches in every process
+            generator.set_state(fabric.broadcast(generator.get_state()))
+        x, y = loader.first()
+        return loader, x, (x.to(device), y.to(device))
+    first, features, targets = None, [], []
+    for batch in data:
+        x, y = _check_data(model, *_pair(batch), "batch")
+        first = x if first is None else first
+        features.append(_features(model, x, device))
+        targets.append(y.to(device))
+    if first is None:
+        raise ValueError("`data` yields no batch.")
+    resident = ResidentData(torch.cat(features), torch.cat(targets), plan.batch_size, *share)
+    if num_data not in (None, resident.num_rows):
+        raise ValueError(
+            f"`num_data` must be the number of rows that `data` yields, since fixed features are "
+            f"those of one pass: {resident.num_rows}; got {num_data}. Leave it out."
+        )
+    return resident, first, resident.sample()
 
 
-def _features(model: DAK, data: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The features and targets of all rows; the network runs in eval mode, once per row."""
-    features, targets = [], []
-    name, batches = ("data", [data]) if is_pair(data) else ("batch", data)
-    with evaluating(model.feature_extractor):
-        for batch in batches:
-            x, y = _check_data(model, batch[0], batch[1], name)
-            features += [model.feature_extractor(part.to(device)) for part in x.split(1024)]
-            targets.append(y.to(device))
-    return torch.cat(features), torch.cat(targets)
+def _features(model: DAK, x: Tensor, device: torch.device) -> Tensor:
+    """The features of all rows; the network runs in eval mode, once per row."""
+    module = model.feature_extractor
+    with explaining(model, x), evaluating(module), known_sites(model, for_y=False):
+        return torch.cat([model.feature_extractor(part.to(device)) for part in x.split(1024)])
 
 
 def hold_out(
@@ -199,7 +514,7 @@ def hold_out(
     if isinstance(validation, int | float):
         if not 0 < validation < 1:
             raise ValueError(f"`validation` must be a share between 0 and 1; got {validation}.")
-        if not is_pair(data):
+        if not _is_pair(data):
             raise ValueError("`validation` as a share needs tensors; give a pair (x, y) instead.")
         x, y = _check_data(model, *data)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -208,7 +523,7 @@ def hold_out(
             raise ValueError(f"`validation`={validation} of {len(x)} rows leaves none to train on.")
         held_out, kept = order[:num_held_out], order[num_held_out:]
         data, validation = (x[kept], y[kept]), (x[held_out], y[held_out])
-    if not is_pair(validation):
+    if not _is_pair(validation):
         raise TypeError(
             "`validation` must be a pair (x, y) or a share of the rows between 0 and 1; "
             f"got {type(validation).__name__}."

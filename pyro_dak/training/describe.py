@@ -1,12 +1,14 @@
 """A model and its guide as plain data, and back: what is stored beside the weights.
 
 Only classes listed here are ever built from a description, with numbers, strings and lists as
-arguments: reading one runs no code of its author.
+arguments: reading one runs no code of its author. What a description asks for is compared with the
+weights that are there before any memory is taken (`check_sizes`).
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -20,9 +22,10 @@ from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
-from pyro_dak.model.modes import evaluating, local_parameters
+from pyro_dak.model.modes import evaluating, local_parameters, with_own_tensors
+from pyro_dak.validation import check_integer, check_positive
 
-__all__ = ["describe", "differences", "rebuild", "set_up_guide"]
+__all__ = ["check_sizes", "describe", "differences", "rebuild", "set_up_guide"]
 
 Description = dict[str, Any]
 
@@ -38,10 +41,15 @@ _LIKELIHOODS = _classes(
     "BernoulliLikelihood CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood "
     "PoissonLikelihood StudentTLikelihood",
 )
-_GUIDES = _classes(guides, "FullRankGuide LowRankGuide MeanFieldGuide UnitBlockGuide") | _classes(
+_GUIDES = _classes(
+    guides, "FullRankGuide LowRankGuide MeanFieldGuide NaturalGuide UnitBlockGuide"
+) | _classes(
     autoguide,
     "AutoDelta AutoDiagonalNormal AutoLowRankMultivariateNormal AutoMultivariateNormal AutoNormal",
 )
+# Bytes of constants per node of a Markov kernel, as measured from level 12 to 20.
+_NODE_BYTES = 16 * 1024
+_GUIDE_OPTIONS = ("rank", "covariance")
 _SCALING_OPTIONS = ("momentum", "num_std", "eps")
 # Parts of a description that are None where they cannot be described.
 _PARTS = ("model", "guide", "model.feature_extractor", "guide.name")
@@ -89,17 +97,103 @@ def rebuild(
     `feature_extractor` and `guide_fn` give those that were stored as weights only.
     """
     dtype = _look_up("dtype", description["dtype"], _DTYPES)
-    shape = description["input_shape"]
+    shape = _input_shape(description)
     with torch.random.fork_rng(devices=[]):
         model = _build_model(description["model"], feature_extractor).to(dtype).eval()
-        model.input_shape = None if shape is None else tuple(shape)
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
-        if shape is not None:
+        if feature_extractor is None:
+            with _without_network(model):
+                set_up_guide(guide, model, torch.zeros(2, model.feature_dim, dtype=dtype))
+        elif shape is not None:
             set_up_guide(guide, model, torch.zeros(2, *shape, dtype=dtype))
         elif getattr(guide, "prototype_trace", 0) is None:
             name = type(guide).__name__
             raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
+        model.input_shape = shape
     return model, guide.to(dtype).eval()
+
+
+@contextmanager
+def _without_network(model: DAK) -> Iterator[None]:
+    """The model as a function of the features: listed layers have no latent sites to learn of."""
+    network, model.feature_extractor = model.feature_extractor, nn.Identity()
+    try:
+        yield
+    finally:
+        model.feature_extractor = network
+
+
+def check_sizes(
+    description: Description,
+    shapes: Mapping[str, torch.Size],
+    max_bytes: int,
+    feature_extractor: nn.Module | None = None,
+    has_own_guide: bool = False,
+) -> None:
+    """Raise if the description asks for other weights than those that are there, or for too much.
+
+    The model is built on the meta device, where tensors have shapes and take no memory, and given
+    weights of the stored shapes. (The operations that guides start with take a second to import
+    there; their parameters are counted.) What has no weights may take `max_bytes` bytes in all: the
+    constants of the kernel, inputs for a network of one's own, and latent values for a guide of
+    one's own.
+
+    Args:
+        description: what `describe` returned, as a file has it.
+        shapes: the shapes of the stored weights by name, "model." and "guide.".
+        max_bytes: the memory that the description may ask for beyond the weights.
+        feature_extractor: as in `rebuild`.
+        has_own_guide: whether the guide is given as a function, so that its size is not known.
+    """
+    meta, arguments = torch.device("meta"), _model_arguments(description["model"])
+    kernel, (low, high) = arguments["kernel"], arguments["bounds"]
+    # No shape depends on the kernel. This one has no constants yet, and finds no grid too coarse.
+    arguments["kernel"] = kernels.LaplaceKernel(high - low)
+    with meta:
+        network = _network(description["model"], feature_extractor)
+        model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
+    M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
+    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M)
+    if feature_extractor is not None:
+        needed += 16 * math.prod(_input_shape(description) or ())
+    if has_own_guide:
+        needed += 16 * num_latent
+    if needed > max_bytes:
+        raise ValueError(
+            f"the model would take {needed / 2**20:.0f} MiB besides its weights, and `max_bytes` "
+            f"allows {max_bytes / 2**20:.0f} MiB; pass more if you trust the file"
+        )
+    stored = {n: torch.empty(s, device=meta) for n, s in shapes.items() if n.startswith("model.")}
+    nn.ModuleDict({"model": model}).load_state_dict(stored)
+    if not has_own_guide:
+        least = _least_parameters(description["guide"], model, num_latent)
+        total = sum(math.prod(s) for name, s in shapes.items() if name.startswith("guide."))
+        if least > total:
+            raise ValueError(f"the guide has {least} parameters or more, but {total} are stored")
+
+
+def _least_parameters(description: Description, model: DAK, num_latent: int) -> int:
+    """A number of parameters that a guide for the model has at least; most are in its matrices."""
+    _, options = _guide_arguments(description)
+    rank = options.get("rank", math.isqrt(num_latent))  # the default in Pyro
+    F, K, z = model.num_functions, model.layer.num_weights, math.prod(model.site_shapes["z"])
+    natural = {"joint": F * K**2, "shared": max(F * K, K**2)}
+    matrices = {
+        "AutoLowRankMultivariateNormal": num_latent * rank,
+        "AutoMultivariateNormal": num_latent**2,
+        "FullRankGuide": F * K**2,
+        "LowRankGuide": F * K * rank,
+        "NaturalGuide": natural.get(options.get("covariance", "joint"), F * K),
+        "UnitBlockGuide": z * model.num_inducing,
+    }
+    return matrices.get(description["name"], z)
+
+
+def _input_shape(description: Description) -> tuple[int, ...] | None:
+    shape = description["input_shape"]
+    for size in shape or ():
+        check_integer("input_shape", size, minimum=0)
+    return None if shape is None else tuple(shape)
 
 
 def _describe_network(network: nn.Module) -> Description | None:
@@ -157,18 +251,34 @@ def _describe_model(model: DAK) -> Description:
 
 def _build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
     """The model of a description, with fresh weights."""
-    arguments = dict(description)
-    network = arguments.pop("feature_extractor")
-    if feature_extractor is None:
-        if network is None:
-            raise ValueError(
-                "the feature extractor is a class of its own and was stored as weights only; "
-                "pass one of the same architecture as `feature_extractor`"
-            )
-        feature_extractor = _build_network(network)
-    options = arguments.pop("scaling_options")
-    for name in options:
+    network = _network(description, feature_extractor)
+    model = DAK(network, **_model_arguments(description))
+    for name, value in description["scaling_options"].items():
         _look_up("option of the scaling", name, dict.fromkeys(_SCALING_OPTIONS))
+        if name != "eps" or value != 0:
+            check_positive(name, value)
+        setattr(model.scaling, name, float(value))
+    return model
+
+
+def _network(description: Description, feature_extractor: nn.Module | None) -> nn.Module:
+    """The network that is given, or that of the description, with fresh weights."""
+    network = description["feature_extractor"]
+    if feature_extractor is not None:
+        return feature_extractor
+    if network is None:
+        raise ValueError(
+            "the feature extractor is a class of its own and was stored as weights only; "
+            "pass one of the same architecture as `feature_extractor`"
+        )
+    return _build_network(network)
+
+
+def _model_arguments(description: Description) -> dict[str, Any]:
+    """The arguments of a model but its network."""
+    arguments = dict(description)
+    for name in ("feature_extractor", "scaling_options"):
+        del arguments[name]
     arguments["bounds"] = tuple(arguments["bounds"])
     arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
     likelihood = dict(arguments["likelihood"])
@@ -176,30 +286,37 @@ def _build_model(description: Description, feature_extractor: nn.Module | None =
         likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
     arguments["likelihood"] = _build("likelihood", likelihood, _LIKELIHOODS)
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
-    model = DAK(feature_extractor, **arguments)
-    for name, value in options.items():
-        setattr(model.scaling, name, float(value))
-    return model
+    return arguments
 
 
 def _describe_guide(guide: nn.Module) -> Description:
-    """The class of a guide and its rank, if it has one; the name is None for an unknown class."""
+    """The class of a guide and what made it; the name is None for an unknown class."""
     name = type(guide).__name__
     if _GUIDES.get(name) is not type(guide):
         return {"name": None, "class": name}
-    rank = getattr(guide, "rank", None)
-    return {"name": name} | ({} if rank is None else {"rank": rank})
+    options = {key: getattr(guide, key, None) for key in _GUIDE_OPTIONS}
+    return {"name": name} | {key: value for key, value in options.items() if value is not None}
 
 
 def _build_guide(description: Description, model: DAK) -> nn.Module:
-    arguments = dict(description)
-    name = arguments.pop("name")
+    cls, options = _guide_arguments(description)
+    return cls(model, **options)
+
+
+def _guide_arguments(description: Description) -> tuple[Any, dict[str, Any]]:
+    """The class of a guide, and the options that made it."""
+    options = dict(description)
+    name = options.pop("name")
     if name is None:
         raise ValueError(
-            f"the guide is a class of its own ({arguments.get('class')}) and was stored as weights "
+            f"the guide is a class of its own ({options.get('class')}) and was stored as weights "
             "only; pass a function from the model to such a guide as `guide`"
         )
-    return _look_up("guide", name, _GUIDES)(model, **arguments)
+    for option in options:
+        _look_up("option of the guide", option, dict.fromkeys(_GUIDE_OPTIONS))
+    if "rank" in options:
+        check_integer("rank", options["rank"], minimum=1)
+    return _look_up("guide", name, _GUIDES), options
 
 
 def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
@@ -233,11 +350,19 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
         for i, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{name}[{i}]")
     elif isinstance(then, int | float) and isinstance(now, int | float):
-        if not math.isclose(then, now, rel_tol=1e-6):  # a logarithm and back, on another device
+        if then != now and not _is_close(then, now):
             yield f"{name}: {then} then, {now} now"
     elif then != now and {type(then), type(now)} != {dict, list}:
         if name not in _PARTS or (then is not None and now is not None):
             yield f"{name}: {then} then, {now} now"
+
+
+def _is_close(then: float, now: float) -> bool:
+    """Whether two numbers differ as little as after a logarithm and back, on another device."""
+    try:
+        return math.isclose(then, now, rel_tol=1e-6)
+    except OverflowError:  # an integer beyond all floating-point numbers
+        return False
 
 
 def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:

@@ -1,7 +1,8 @@
 """`fit`: train any model with any guide by any objective."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,26 @@ from pyro.infer import ELBO, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_dak.inference.guides import GaussianGuide
-from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
+from pyro_dak.inference.guides.base import check_guide
+from pyro_dak.inference.objectives import (
+    AnalyticELBO,
+    ClosedFormELBO,
+    JensenELBO,
+    LocalReparamELBO,
+)
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_model, check_network
+from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.modes import local_parameters
-from pyro_dak.training.checkpoint import Checkpoints, read_directory
-from pyro_dak.training.data import hold_out, is_pair, training_data
+from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
+from pyro_dak.training.data import ResidentData, hold_out, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.loop import DAKLoss, Run, frozen, seeded
 from pyro_dak.training.optimizers import Schedule
 from pyro_dak.training.plan import History, Plan, TrainingError
-from pyro_dak.validation import check_choice, check_integer
+from pyro_dak.training.start import check_start
+from pyro_dak.validation import check_choice, check_integer, check_kind, check_path, check_seed
 
 __all__ = ["History", "TrainingError", "build_objective", "fit"]
 
@@ -68,11 +79,13 @@ def fit(
     num_data: int | None = None,
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
+    evaluate: bool = True,
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 1,
     keep_last: int = 2,
     resume_from: str | Path | None = None,
+    on_interrupt: str = "raise",
     accelerator: str = "auto",
     devices: int | str | None = None,
     precision: Any = None,
@@ -83,7 +96,7 @@ def fit(
 
     Model and guide are changed in place and left in eval mode. The same seed on the same machine
     gives the same result, and so does a run that was stopped and resumed (if a loader draws random
-    numbers of its own while it loads, resume at the end of an epoch). Under several processes,
+    numbers while it loads rows, resume at the end of an epoch). Under several processes,
     started by `fabric run` or `torchrun`, each process takes a share of every batch, and the result
     is that of one process, up to draws and layers that look at the whole batch, such as BatchNorm.
 
@@ -109,14 +122,23 @@ def fit(
             goes back to the best weights.
         fixed_features: whether to train embedding and last layer on features that are computed
             once; the extractor stays as it is.
-        num_data: rows in all, for an iterable of unknown length.
+        num_data: rows in all, for an iterable that does not say. A `DataLoader` says it by its
+            sampler: the rows that it draws from if it shuffles, else those of an epoch.
         callbacks: called after each epoch with its number and its row of the history.
         compile: whether to compile the loss; where that fails, it warns and goes on without.
+        evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
+            pass over the data without gradients.
         seed: seed of batches and draws.
         checkpoint_dir: directory for checkpoints; none are written without it.
         checkpoint_every: number of epochs between checkpoints.
         keep_last: number of checkpoints to keep.
-        resume_from: a directory of checkpoints, or one checkpoint, to go on from.
+        resume_from: a directory of checkpoints, or one checkpoint, to go on from, with the same
+            data and settings. Of several checkpoints the newest undamaged one is taken. If it is
+            `checkpoint_dir` and holds none yet, the run starts.
+        on_interrupt: what a first Ctrl-C does, after the step that it falls into and a checkpoint,
+            if there is a `checkpoint_dir`: "raise" a KeyboardInterrupt that says how to go on, or
+            "return" the history of the half-trained model, for notebooks. A second one raises at
+            once. SIGTERM raises in any case.
         accelerator: as in Lightning Fabric.
         devices: as in Lightning Fabric; by default one, or what its launcher says.
         precision: as in Lightning Fabric.
@@ -124,8 +146,20 @@ def fit(
         progress: whether to show a bar.
 
     Raises:
-        TrainingError: if the loss becomes NaN or infinite.
+        TrainingError: if the loss becomes NaN or infinite, or if inputs or targets have a scale
+            with which training makes no sense.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM, with a `history`, so that a script does not go
+            on with a half-trained model.
+        BlockingIOError: if another run writes its checkpoints to `checkpoint_dir`.
     """
+    check_choice("on_interrupt", on_interrupt, ("raise", "return"))
+    check_model(model)
+    check_guide(model, guide)
+    check_seed("seed", seed)
+    check_kind("callbacks", callbacks, Iterable, "a list of functions")
+    callbacks = [*callbacks]
+    for callback in callbacks:
+        check_kind("callbacks", callback, Callable, "functions of epoch and row")
     if patience is not None and validation is None:
         raise ValueError("`patience` needs `validation`: a pair (x, y), or a share like 0.1.")
     plan = Plan(
@@ -143,12 +177,14 @@ def fit(
         fixed_features=fixed_features,
     )
     checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, keep_last, resume_from)
+    newest = _newest(checkpoint_dir, resume_from, model, guide)
     fabric = _launch(
         accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
     )
-    plan = replace(plan, seed=fabric.broadcast(_seed(seed, resume_from)))
+    plan = replace(plan, seed=fabric.broadcast(_seed(seed, newest)))
     elbo = build_objective(objective, model, guide)
     with (
+        _claimed(checkpoints, fabric),
         torch.enable_grad(),
         seeded(plan.seed + fabric.global_rank, fabric.device),
         local_parameters(model, guide),
@@ -157,19 +193,28 @@ def fit(
         model.to(fabric.device)
         guide.to(fabric.device)
         data, held_out = hold_out(model, data, validation, plan.seed, fabric)
-        batches = training_data(model, data, plan, num_data, fabric)
-        first = data[0] if is_pair(data) else next(iter(data))[0]
-        batches.batches_per_epoch = batches.batches_per_epoch or -(-batches.num_rows // len(first))
+        batches, first, rows = training_data(model, data, plan, num_data, fabric)
+        batches.held_out = held_out
+        if not fixed_features:  # whose network has run already
+            check_network(model, first)
         model.input_shape = model.input_shape or tuple(first.shape[1:])
-        set_up_guide(guide, model, first[:2].to(fabric.device))
+        with explaining(model, guide=guide):
+            set_up_guide(guide, model, first[:2].to(fabric.device))
+            if isinstance(elbo, AnalyticELBO):
+                check_sites(model, first)
         loss = DAKLoss(model, guide, elbo, fixed_features, compile)
+        if newest is None:
+            with explaining(model, guide=guide):
+                check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
         score_fn = None if held_out is None else partial(loss.score, *held_out, fabric)
-        model.scaling.is_synchronized = fabric.world_size > 1
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
-        if resume_from is not None:
-            run.resume(Path(resume_from))
+        if newest is not None:
+            run.resume(newest.path, newest)
+        model.scaling.is_synchronized = fabric.world_size > 1
         try:
-            history = run.run(callbacks, progress, keep_bar=True, catch_interrupt=True)
+            history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
+            if evaluate and history.status != "interrupted":
+                history.final = loss.evaluate(batches, fabric, plan.seed)
         finally:
             model.scaling.is_synchronized = False
             model.eval()
@@ -183,14 +228,33 @@ def _checkpoints(
 ) -> Checkpoints | None:
     check_integer("checkpoint_every", every, minimum=1)
     check_integer("keep_last", keep_last, minimum=1)
+    if resume_from is not None:
+        check_path("resume_from", resume_from)
     if directory is None:
         return None
-    if resume_from is None and Checkpoints.found(Path(directory)):
+    check_path("checkpoint_dir", directory)
+    if resume_from is None and Checkpoints.named(Path(directory)):
         raise ValueError(
             f"`checkpoint_dir` ({directory}) holds checkpoints of an earlier run. Pass it as "
             "`resume_from` too to go on with that run, or name another directory."
         )
     return Checkpoints(Path(directory), every, keep_last)
+
+
+@contextmanager
+def _claimed(checkpoints: Checkpoints | None, fabric: Any) -> Iterator[None]:
+    """Hold the directory of the checkpoints for this run; if that fails, every process raises."""
+    with ExitStack() as stack:
+        if checkpoints is not None:
+            problem = None
+            if fabric.is_global_zero:
+                try:
+                    stack.enter_context(checkpoints.claimed())
+                except OSError as error:
+                    problem = error
+            if problem := fabric.broadcast(problem):
+                raise problem
+        yield
 
 
 def _launch(**options: Any) -> Any:
@@ -213,12 +277,26 @@ def _launch(**options: Any) -> Any:
     return fabric
 
 
-def _seed(seed: int | None, resume_from: str | Path | None) -> int:
+def _newest(
+    checkpoint_dir: str | Path | None, resume_from: str | Path | None, *modules: nn.Module
+) -> Newest | None:
+    """The checkpoint to go on from; None at the start of a run, also of one that is to go on."""
+    if resume_from is None:
+        return None
+    path = Path(resume_from)
+    is_own = checkpoint_dir is not None and path.resolve() == Path(checkpoint_dir).resolve()
+    is_start = is_own and not Checkpoints.named(path)
+    size = sum(tensor.nbytes for part in modules for tensor in part.state_dict().values())
+    return None if is_start else Checkpoints.read_newest(path, MAX_BYTES + 16 * size)
+
+
+def _seed(seed: int | None, newest: Newest | None) -> int:
     """The seed given, that of the run to go on with, or a random one."""
     if seed is not None:
-        return seed
-    if resume_from is not None:
-        state = read_directory(Checkpoints.newest(Path(resume_from))).config.get("trainer")
-        if state is not None:
-            return int(state["settings"]["seed"])
+        return int(seed)
+    if newest is not None:
+        with blaming(newest.path):
+            seed = newest.contents.config["trainer"]["settings"]["seed"]
+            check_integer("seed", seed, minimum=0, maximum=2**63)
+            return int(seed)
     return int(torch.randint(2**31, ()))

@@ -9,12 +9,17 @@ import signal
 import sys
 import threading
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyro
 import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
@@ -23,14 +28,18 @@ from tqdm.auto import tqdm
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
+    MAX_BYTES,
     CheckpointError,
     Checkpoints,
-    read_directory,
+    Newest,
+    blaming,
+    is_finite,
     write_directory,
 )
-from pyro_dak.training.data import Batch, Data
+from pyro_dak.training.data import Batch, Data, data_differences, rewound
 from pyro_dak.training.describe import describe, differences
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import History, Plan, TrainingError
@@ -39,8 +48,9 @@ __all__ = ["Callback", "DAKLoss", "Learner", "Run", "ScoreFn", "frozen", "seeded
 
 # Called after each epoch with its number, from 1 on, and its row of the history.
 Callback = Callable[[int, dict[str, float]], None]
-# Scores of held-out rows, `(E, n)` for E members, where smaller is better; `(1, 1)` for one model
-# with one number. With them come entries for the row of the history.
+# Scores of held-out rows, where smaller is better: `(E, n)` for E members, each of which stops at
+# its own best, `(1, n)` if all stop together, and `(1, 1)` for one model with one number. With them
+# come entries for the row of the history.
 ScoreFn = Callable[[], tuple[Tensor, dict[str, float]]]
 
 _SHOWN = ("loss", "val_nlpd", "val_rmse", "val_accuracy", "val_score")
@@ -74,7 +84,8 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         """The loss of one batch per datum, a scalar, and its terms `(num_terms,)`, loss first.
 
-        The terms have no gradient. Each row stands for `scale` rows of a data set of `num_data`.
+        The terms have no gradient. Each row stands for `scale` rows of a data set of `num_data`;
+        in a batch of average size these make up the whole data set, in a short one fewer.
         """
         raise NotImplementedError
 
@@ -86,7 +97,7 @@ class Learner:
         """Go into training mode; called at the start of each epoch."""
 
     def history_row(self, means: list[float], num_rows: int) -> dict[str, float]:
-        """The row of the history, from the terms averaged over the batches of an epoch."""
+        """The row of the history, from the terms averaged over the rows of an epoch."""
         return {"loss": means[0]}
 
     def description(self) -> dict[str, Any]:
@@ -132,20 +143,23 @@ class DAKLoss(nn.Module, Learner):
     def forward(  # type: ignore[override]
         self, x: Tensor, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor]:
-        """The loss of one batch per datum, and loss, expected log-likelihood and KL, `(3,)`."""
-        effective = scale * len(y)
+        """The loss of one batch per datum, and loss, expected log-likelihood and KL, `(3,)`.
+
+        All count by the size of the batch in average batches (see `pyro_dak.training.data`).
+        """
+        weight = scale * len(y) / num_data
         if isinstance(self.elbo, AnalyticELBO):
             h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
-            terms = self.elbo.terms_from_units(self.model, guide, h, y, effective)
+            terms = self.elbo.terms_from_units(self.model, guide, h, y, num_data)
             loss, parts = terms.kl - terms.expected_log_lik, [*terms]
         else:
             program = self._from_features if self.from_features else self.model
-            loss = self.elbo.differentiable_loss(program, self.guide, x, y, num_data=effective)
+            loss = self.elbo.differentiable_loss(program, self.guide, x, y, num_data=num_data)
             parts = [torch.full_like(loss, math.nan)] * 2
         with torch.no_grad():
-            means = torch.stack([loss, *parts]).div_(num_data)
-        return loss / num_data, means
+            means = torch.stack([loss, *parts]).mul_(weight / num_data)
+        return loss * (weight / num_data), means
 
     def _from_features(self, x: Tensor, y: Tensor, num_data: float) -> Tensor:
         return self.model.observe(self.model.embed(x), y, num_data)
@@ -174,6 +188,22 @@ class DAKLoss(nn.Module, Learner):
             return describe(self.model, self.guide)
         except ValueError:
             return {"model": None}
+
+    def evaluate(self, data: Data, fabric: Any, seed: int) -> dict[str, float]:
+        """The bound of the model as it is, by one pass over the data in eval mode.
+
+        The entries are those of a row of the history. Objectives that draw do so from `seed` on.
+        """
+        # The class's own: a compiled one would be compiled once more, for eval mode.
+        forward: Any = partial(DAKLoss.forward, self)
+        dtype, device = self.model.layer.log_unit_scale.dtype, fabric.device
+        totals = torch.zeros(self.num_terms, dtype=torch.float64, device=device)
+        with evaluating(self), seeded(seed + fabric.global_rank, device), rewound(data.generators):
+            for x, y, scale in data.epoch(torch.Generator().manual_seed(seed), 0):
+                y = y.to(dtype) if y.is_floating_point() else y
+                totals += forward(x.to(dtype), y, scale, data.num_rows)[1]
+        means = fabric.all_reduce(totals / data.epoch_weight, reduce_op="mean").tolist()
+        return self.history_row(means, data.num_rows)
 
     def score(self, x: Tensor, y: Tensor, fabric: Any) -> tuple[Tensor, dict[str, float]]:
         """Scores of held-out rows, of which each process takes its share; a `ScoreFn`."""
@@ -211,7 +241,8 @@ class _Best:
     """The tensors of every member at its best scoring so far, and whether its last is worse.
 
     A member is worse if its last scores exceed its best ones by two standard errors of the
-    difference. A single score has no standard error, so that it is worse unless it is better.
+    difference. A single score has no standard error, so that it is worse unless it is better. One
+    row of scores, `(1, n)`, decides for all members at once.
     """
 
     def __init__(self) -> None:
@@ -220,7 +251,7 @@ class _Best:
         self.last_epoch = self.num_worse = 0
 
     def update(self, scores: Tensor, epoch: int, tensors: Mapping[str, Tensor]) -> None:
-        """Take note of scores `(E, n)`, and keep the tensors of the members that are better."""
+        """Take note of scores, and keep the tensors of the members that are better."""
         if not self.kept:
             self.kept = {name: tensor.clone() for name, tensor in tensors.items()}
             self.scores = torch.full_like(scores, math.inf)
@@ -229,7 +260,7 @@ class _Best:
         self.scores = torch.where(is_better.unsqueeze(-1), scores, self.scores)
         self.epochs = torch.where(is_better, epoch, self.epochs)
         for name, tensor in tensors.items():
-            mask = is_better.to(tensor.device)
+            mask = is_better.to(tensor.device).expand(len(tensor))
             self.kept[name][mask] = tensor[mask]
         n = scores.shape[-1]
         difference = scores - self.scores
@@ -241,7 +272,7 @@ class _Best:
     def restore(self, tensors: Mapping[str, Tensor]) -> int | None:
         """Put the kept tensors back where the last are worse; returns the median of the epochs."""
         for name, tensor in tensors.items():
-            mask = (self.is_worse & (self.epochs > 0)).to(tensor.device)
+            mask = (self.is_worse & (self.epochs > 0)).to(tensor.device).expand(len(tensor))
             tensor[mask] = self.kept[name][mask]
         return int(torch.where(self.is_worse, self.epochs, self.last_epoch).median()) or None
 
@@ -281,9 +312,13 @@ class Run:
         self.history = History()
         self.step = self.epoch = self.batch = 0
         self.totals = torch.zeros(learner.num_terms, dtype=torch.float64, device=self.fabric.device)
-        self.generator = torch.Generator().manual_seed(plan.seed)
-        self.generator_state = self.generator.get_state()  # at the start of the epoch
+        # The order of the rows comes from the first of these, and from those of a loader.
+        self.generators = [torch.Generator().manual_seed(plan.seed), *data.generators]
+        self.generator_states = self._generator_states()  # at the start of the epoch
         self.best = _Best()
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators]
 
     def run(
         self,
@@ -291,53 +326,75 @@ class Run:
         progress: bool = False,
         description: str = "fit",
         keep_bar: bool = False,
-        catch_interrupt: bool = False,
+        on_interrupt: str | None = None,
     ) -> History:
-        """Train to the end, until held-out scores get worse, or until an interrupt.
+        """Train to the end, until held-out scores get worse, or until Ctrl-C or SIGTERM.
 
         With `keep_bar` the bar shows at once and stays at the end. Otherwise it shows after two
-        seconds and goes away. With `catch_interrupt` the first Ctrl-C ends the run after its step,
-        with a checkpoint, instead of raising KeyboardInterrupt at once.
+        seconds and goes away. With `on_interrupt`, a signal ends the run after its step, with a
+        checkpoint if there is a place for one, and the weights stay as they are. Then a
+        KeyboardInterrupt is raised, with the `history`; with "return", Ctrl-C returns the history
+        instead. Without `on_interrupt`, signals do what they do anyway.
         """
         total = self.plan.num_epochs * self.batches_per_epoch
         hidden = not (progress and self.fabric.is_global_zero)
         options = {"unit": "step", "delay": 0 if keep_bar else 2, "leave": keep_bar}
         steps = tqdm(desc=description, total=total, initial=self.step, disable=hidden, **options)
-        with steps as bar, _interrupts(catch_interrupt) as interrupt:
-            while self.epoch < self.plan.num_epochs and self.history.status == "running":
+        with steps as bar, _stop_signals(on_interrupt is not None) as stop:
+            while self._is_unfinished() and not self._is_stopped(stop):
                 start = time.perf_counter()
-                if not self._train_epoch(bar, interrupt):
-                    return self._interrupted()
+                if not self._train_epoch(bar, stop):
+                    break
                 row = self._finish_epoch()
                 self.history.seconds.append(time.perf_counter() - start)
                 bar.set_postfix({k: f"{v:.4g}" for k, v in row.items() if k in _SHOWN})
                 for callback in callbacks:
                     callback(self.epoch, row)
+            if self._is_unfinished():
+                self.history.status = "interrupted"
+                if self.checkpoints:
+                    self.save()
         if self.history.status == "running":
             self.history.status = "finished"
-        if self.best.kept:
+        if self.best.kept and self.history.status != "interrupted":
             self.history.best_epoch = self.best.restore(self._by_member())
+        if stop.number:
+            self._tell_interrupt(stop.number, on_interrupt)
         return self.history
 
-    def _train_epoch(self, bar: Any, interrupt: threading.Event) -> bool:
-        """Train on the remaining batches of this epoch; returns False if interrupted."""
+    def _is_unfinished(self) -> bool:
+        return self.epoch < self.plan.num_epochs and self.history.status == "running"
+
+    def _train_epoch(self, bar: Any, stop: "_Stop") -> bool:
+        """Train on the remaining batches of this epoch; returns False if a signal stopped it."""
         self.learner.train()
-        self.generator.set_state(self.generator_state)
-        batches = self.data.epoch(self.generator, self.batch)
+        self.generator_states = self._generator_states()
+        batches = self.data.epoch(self.generators[0], self.batch)
         factors = self.plan.factors(self.step, self.batches_per_epoch)
-        for batch, factor in zip(batches, factors, strict=False):
+        for batch, factor in zip(self._fetched(batches, stop), factors, strict=False):
+            if batch is None:
+                return False
             self.train_step(batch, factor)
             bar.update()
-            if self._any_process(interrupt.is_set()):
+            if self._is_stopped(stop):
                 return False
         return True
 
-    def _any_process(self, flag: bool) -> bool:
-        """Whether the flag is set in any process, so that all of them stop at the same step."""
-        if self.fabric.world_size == 1:
-            return flag
-        value = torch.tensor(float(flag), device=self.fabric.device)
-        return bool(self.fabric.all_reduce(value, reduce_op="sum") > 0)
+    def _fetched(self, batches: Iterator[Batch], stop: "_Stop") -> Iterator[Batch | None]:
+        """The batches; None if a loader fails after a signal, which ends its workers as well."""
+        try:
+            yield from batches
+        except RuntimeError:
+            if not stop.number or self.fabric.world_size > 1:
+                raise
+            yield None
+
+    def _is_stopped(self, stop: "_Stop") -> bool:
+        """Whether a signal has come to any process, so that all of them stop at the same step."""
+        if self.fabric.world_size > 1:
+            number = torch.tensor(stop.number, device=self.fabric.device)
+            stop.number = int(self.fabric.all_reduce(number, reduce_op="max"))
+        return stop.number > 0
 
     def train_step(self, batch: Batch, factor: float) -> None:
         """One step of the optimisers, with their learning rates times `factor`."""
@@ -346,7 +403,13 @@ class Run:
                 group["lr"] = group["initial_lr"] * factor
         for parameter in self.parameters:
             parameter.grad = None
-        loss, terms = self.loss(*batch, self.data.num_data)
+        try:
+            loss, terms = self.loss(*batch, self.data.num_data)
+        except ValueError:  # distributions refuse numbers that are not finite, before the loss is
+            with torch.no_grad(), pyro.validation_enabled(False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._check_finite(float(self.loss(*batch, self.data.num_data)[0]), "loss")
+            raise
         self.fabric.backward(loss)
         if self.scaler is not None:
             for optimizer in self.raw_optimizers:
@@ -373,19 +436,23 @@ class Run:
             where = f" The last good checkpoint is {kept}." if kept else ""
             raise TrainingError(
                 f"The {name} is {value} in epoch {self.epoch + 1}, step {self.step + 1}. "
-                f"{self.learner.advice}{where}"
+                f"{self.learner.advice}{where}",
+                self.history,
             )
 
     def _finish_epoch(self) -> dict[str, float]:
         """Close the epoch: its row of the history, early stopping, checkpoint."""
-        means = self.fabric.all_reduce(self.totals / self.batch, reduce_op="mean").tolist()
+        means = self.fabric.all_reduce(
+            self.totals / self.data.epoch_weight, reduce_op="mean"
+        ).tolist()
         self._check_finite(means[0], "loss")
         row = self.learner.history_row(means, self.data.num_rows)
-        row["learning_rate"] = self.raw_optimizers[0].param_groups[0]["lr"]
+        factor = next(self.plan.factors(self.step - 1, self.batches_per_epoch))
+        row["learning_rate"] = self.raw_optimizers[0].param_groups[0]["initial_lr"] * factor
         self.epoch += 1
         self.batch = 0
         self.totals.zero_()
-        self.generator_state = self.generator.get_state()
+        self.generator_states = self._generator_states()
         if self.score_fn is not None and self.plan.is_scored(self.epoch):
             scores, entries = self.score_fn()
             row |= entries
@@ -406,16 +473,21 @@ class Run:
         is_stacked = self.learner.num_members is not None
         return tensors if is_stacked else {name: t.unsqueeze(0) for name, t in tensors.items()}
 
-    def _interrupted(self) -> History:
-        self.history.status = "interrupted"
-        if self.checkpoints:
-            self.save()
+    def _tell_interrupt(self, number: int, on_interrupt: str | None) -> None:
+        """Raise, or say in words, that a signal has stopped the run, and how to go on."""
+        cause = "Interrupted" if number == signal.SIGINT else "Stopped by SIGTERM"
+        remedy = "Give `checkpoint_dir` to be able to go on from here."
+        if self.history.status != "interrupted":
+            remedy = "That was the last step, and training is finished."
+        elif kept := self._newest_checkpoint():
+            remedy = f"Go on with fit(..., resume_from={str(kept)!r})."
+        message = f"{cause} after step {self.step}. {remedy}"
+        if on_interrupt != "return" or number != signal.SIGINT:
+            error: Any = KeyboardInterrupt(message)
+            error.history = self.history
+            raise error
         if self.fabric.is_global_zero:
-            remedy = "Give `checkpoint_dir` to be able to go on from here."
-            if kept := self._newest_checkpoint():
-                remedy = f"Go on with fit(..., resume_from={str(kept)!r})."
-            print(f"Interrupted after step {self.step}. {remedy}", file=sys.stderr)
-        return self.history
+            print(message, file=sys.stderr)
 
     def _newest_checkpoint(self) -> Path | None:
         found = Checkpoints.found(self.checkpoints.directory) if self.checkpoints else []
@@ -435,16 +507,20 @@ class Run:
         weights = self.learner.state_dict()
         for name, tensor in weights.items():
             self._check_finite(float(tensor.double().abs().sum()), f"sum of |{name}|")
+        # A mean over processes stays what it is if all of them go on from the mean so far.
+        totals = self.fabric.all_reduce(self.totals.clone(), reduce_op="mean")
         rng_states = self.fabric.all_gather(torch.get_rng_state().to(self.fabric.device))
         if self.fabric.is_global_zero:
             states = optimizer_state(self.raw_optimizers)
             trainer = {f"optimizer.{name}": tensor for name, tensor in states.items()}
             trainer |= {f"best.{name}": tensor[0] for name, tensor in self.best.kept.items()}
-            trainer |= {"totals": self.totals, "generator": self.generator_state}
+            trainer |= {"totals": totals, "generator": self.generator_states[0]}
+            for number, state in enumerate(self.generator_states[1:]):
+                trainer[f"loader_generator.{number}"] = state
             trainer["rng"] = rng_states.reshape(self.fabric.world_size, -1)
             if self.fabric.device.type == "cuda":
                 trainer["cuda_rng"] = torch.cuda.get_rng_state(self.fabric.device)
-            state = {
+            progress = {
                 "step": self.step,
                 "epoch": self.epoch,
                 "batch": self.batch,
@@ -453,43 +529,85 @@ class Run:
                 "best_epoch": self.history.best_epoch,
                 "best_score": float(self.best.scores) if self.best.kept else math.inf,
                 "num_data": self.data.num_rows,
+                "data": self.fingerprint,
                 "settings": self._settings(),
             }
             path = self.checkpoints.directory / f"step-{self.step:09d}"
-            write_directory(path, self.learner.description() | {"trainer": state}, weights, trainer)
+            config = self.learner.description() | {"trainer": progress}
+            write_directory(path, config, weights, trainer)
             self.checkpoints.prune()
         self.fabric.barrier()
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint: weights, optimisers, random state and history."""
-        path = Checkpoints.newest(path)
-        config, tensors, trainer = read_directory(path)
-        state = config.get("trainer")
-        if state is None or trainer is None:
-            raise CheckpointError(f"{path}: is a saved model, not a checkpoint of a training run.")
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells the data from others; looked at only if there are checkpoints."""
+        return self.data.fingerprint()
+
+    def resume(self, path: Path, newest: Newest | None = None) -> None:
+        """Go on from a checkpoint: weights, optimisers, random state and history.
+
+        `path` is a checkpoint or a directory of them, and `newest` what was read there, if it was
+        read. All is checked before anything is changed. Newer checkpoints that are damaged are
+        renamed, if this run writes to the same directory, so that they are not in its way.
+        """
+        size = sum(tensor.nbytes for tensor in self.learner.state_dict().values())
+        newest = newest or Checkpoints.read_newest(path, MAX_BYTES + 16 * size)
+        path, (config, tensors, trainer), damaged = newest
+        assert trainer is not None
         self._check_same(path, config)
+        self._check_data(path, config["trainer"], trainer)
+        with blaming(path):
+            self._restore(path, config["trainer"], tensors, trainer)
+        if self.checkpoints and self.fabric.is_global_zero:
+            for other in damaged:
+                if other.parent.samefile(self.checkpoints.directory):
+                    other.rename(other.with_name(f"damaged-{other.name}-{uuid.uuid4().hex[:8]}"))
+
+    def _restore(
+        self,
+        path: Path,
+        state: dict[str, Any],
+        tensors: dict[str, Tensor],
+        trainer: dict[str, Tensor],
+    ) -> None:
+        """Take over what was read, after all that can be wrong with it was looked at."""
+        rng, totals = trainer["rng"][self.fabric.global_rank].clone(), trainer["totals"]
+        names = ["generator", *(f"loader_generator.{i}" for i in range(len(self.generators) - 1))]
+        saved = [trainer[name] for name in names if name in trainer]
+        for generator, value in zip(self.generators, saved, strict=False):
+            torch.Generator(generator.device).set_state(value)  # raises if it is not such a state
+        torch.Generator().set_state(rng)
+        own = {name: tensor.clone() for name, tensor in self.learner.state_dict().items()}
+        best = _with_prefix(trainer, "best.") if state["best_epoch"] is not None else own
+        finite = {k: (t.shape, t.dtype) for k, t in best.items() if is_finite(t)}
+        if best is not own and finite != {k: (t.shape, t.dtype) for k, t in own.items()}:
+            raise ValueError("the weights of the best epoch are not finite, or of another model")
+        if totals.shape != self.totals.shape:
+            raise ValueError(f"`totals` has shape {tuple(totals.shape)}")
+        load_optimizers(self.raw_optimizers, _with_prefix(trainer, "optimizer."))
         try:
             self.learner.load_state_dict(tensors)
         except RuntimeError as error:
+            self.learner.load_state_dict(own)
             raise CheckpointError(f"{path}: is of another model or guide: {error}") from error
         self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
         self.history.rows, self.history.best_epoch = state["rows"], state["best_epoch"]
         if state["status"] == "stopped early":
             self.history.status = "stopped early"
         if self.history.best_epoch is not None:
-            self._load_best(state, _with_prefix(trainer, "best."))
-        self.totals.copy_(trainer["totals"])
-        self.generator_state = trainer["generator"]
-        load_optimizers(self.raw_optimizers, _with_prefix(trainer, "optimizer."))
-        if len(trainer["rng"]) == self.fabric.world_size:
-            torch.set_rng_state(trainer["rng"][self.fabric.global_rank].clone())
+            self._load_best(best, state["best_score"])
+        self.totals.copy_(totals)
+        for generator, value in zip(self.generators, saved, strict=False):
+            generator.set_state(value)
+        torch.set_rng_state(rng)
         if "cuda_rng" in trainer and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(trainer["cuda_rng"], self.fabric.device)
 
-    def _load_best(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        best, epoch = self.best, state["best_epoch"]
+    def _load_best(self, tensors: dict[str, Tensor], score: float) -> None:
+        best, epoch = self.best, self.history.best_epoch
+        assert epoch is not None
         best.kept = {k: t.unsqueeze(0).to(self.fabric.device) for k, t in tensors.items()}
-        best.scores = torch.tensor([[state["best_score"]]], dtype=torch.float64)
+        best.scores = torch.tensor([[score]], dtype=torch.float64)
         best.epochs, best.last_epoch = torch.tensor([epoch]), self.epoch
         best.num_worse = self.epoch - epoch
         best.is_worse = torch.tensor([best.num_worse > 0])
@@ -515,6 +633,31 @@ class Run:
             raise CheckpointError(
                 f"{path}: is of another model or guide ({different}). "
                 "Build the same ones, or start anew."
+            )
+
+    def _check_data(self, path: Path, state: dict[str, Any], trainer: dict[str, Tensor]) -> None:
+        """Raise if the data or the generators of the loader are others; older files say neither."""
+        then, now = state.get("data"), self.fingerprint
+        if then is not None and (different := "; ".join(data_differences(then, now))):
+            raise ValueError(
+                f"`resume_from` ({path}) was made with other data ({different}). Use the same rows "
+                "in the same order, and for fixed features the same network, or load the weights "
+                "and start anew."
+            )
+        num_saved, number = (
+            len(_with_prefix(trainer, "loader_generator.")),
+            len(self.generators) - 1,
+        )
+        if num_saved != number and then is not None:
+            raise ValueError(
+                f"`resume_from` ({path}) was made with a loader that had {num_saved} generators of "
+                f"its own; this one has {number}. Use the same loader, or start anew."
+            )
+        if num_saved != number:
+            warnings.warn(
+                f"{path}: is of an earlier version, which did not keep the generators of loaders. "
+                "The run goes on with other batches than it would have had.",
+                stacklevel=3,
             )
 
 
@@ -543,21 +686,35 @@ def frozen(module: nn.Module, is_frozen: bool) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@dataclass
+class _Stop:
+    """The number of the signal that asks a run to stop, 0 for none, and when it came."""
+
+    number: int = 0
+    time: float = 0.0
+
+
 @contextmanager
-def _interrupts(are_caught: bool) -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets, so that no step is cut in half; the second raises."""
-    event = threading.Event()
-    if not are_caught or threading.current_thread() is not threading.main_thread():
-        yield event
-        return
+def _stop_signals(are_caught: bool) -> Iterator[_Stop]:
+    """Take note of Ctrl-C and SIGTERM inside, so that no step is cut in half.
+
+    A second Ctrl-C raises at once, unless it comes within a second: launchers of several processes
+    repeat to them what the terminal has sent already. Signals that somebody else handles or ignores
+    are left alone, and so are all of them outside the main thread.
+    """
+    stop = _Stop()
 
     def handle(number: int, frame: Any) -> None:
-        if event.is_set():
+        if number == signal.SIGINT and stop.number and time.monotonic() > stop.time + 1:
             raise KeyboardInterrupt
-        event.set()
+        stop.number, stop.time = stop.number or number, stop.time or time.monotonic()
 
-    previous = signal.signal(signal.SIGINT, handle)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = [n for n, known in usual.items() if are_caught and signal.getsignal(n) is known]
+    previous = {number: signal.signal(number, handle) for number in caught if is_main}
     try:
-        yield event
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

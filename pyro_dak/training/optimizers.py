@@ -30,6 +30,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
+# The names of the tensors that an optimiser keeps for a parameter.
+_STATE_KEYS: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: ("momentum_buffer",),
+}
 
 
 def build_optimizers(groups: Sequence[Group], fused: bool) -> list[Optimizer]:
@@ -59,20 +66,52 @@ def optimizer_state(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
 
 
 def load_optimizers(optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]) -> None:
-    """Give the optimisers a state that `optimizer_state` returned.
+    """Give the optimisers a state that `optimizer_state` returned; all of it or nothing.
 
     The state of a parameter is laid out in memory as the parameter is. A fused optimiser walks
-    through memory: if only one of them had its channels last, it would pair the wrong entries.
+    through memory: if only one of them had its channels last, it would pair the wrong entries, if
+    one were shorter, it would walk beyond its end, and it takes the bytes of another dtype for its
+    own.
+
+    Raises:
+        ValueError: if the state does not fit the parameters, naming the tensor.
     """
-    parameters = _parameters(optimizers)
-    for name, value in tensors.items():
-        index, key = name.split(".", 1)
-        optimizer, parameter = parameters[int(index)]
-        if key != "step":
-            value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        elif optimizer.defaults.get("fused"):
-            value = value.to(parameter.device)
-        optimizer.state[parameter][key] = value
+    left = dict(tensors)
+    states: list[tuple[Optimizer, Tensor, dict[str, Tensor]]] = []
+    for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
+        keys, state = _STATE_KEYS[type(optimizer)], dict[str, Tensor]()
+        if not any(f"{index}.{key}" in left for key in keys):  # it has had no gradient yet
+            if tensors and isinstance(optimizer, torch.optim.SGD):  # takes all buffers or none
+                states.append(
+                    (optimizer, parameter, {"momentum_buffer": torch.zeros_like(parameter)})
+                )
+            continue
+        for key in keys:
+            value = left.pop(f"{index}.{key}", None)
+            shape = torch.Size() if key == "step" else parameter.shape
+            if value is None or value.shape != shape or not value.is_floating_point():
+                found = "none" if value is None else f"{tuple(value.shape)} of {value.dtype}"
+                raise ValueError(
+                    f"`optimizer.{index}.{key}` must have the shape {tuple(shape)} of its "
+                    f"parameter, in a floating dtype; got {found}."
+                )
+            if key != "step" and value.dtype != parameter.dtype:
+                raise ValueError(
+                    f"`optimizer.{index}.{key}` must have the dtype of its parameter, "
+                    f"{parameter.dtype}; got {value.dtype}."
+                )
+            if bool(value.isnan().any()):
+                raise ValueError(f"`optimizer.{index}.{key}` holds NaN.")
+            if key != "step":
+                value = torch.empty_like(parameter).copy_(value)
+            elif optimizer.defaults.get("fused"):
+                value = value.to(parameter.device, torch.float32)
+            state[key] = value
+        states.append((optimizer, parameter, state))
+    if left:
+        raise ValueError(f"`optimizer.{next(iter(left))}` belongs to no parameter.")
+    for optimizer, parameter, state in states:
+        optimizer.state[parameter] = state
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Tensor]]:

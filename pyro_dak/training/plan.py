@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from pyro_dak.training.optimizers import OPTIMIZERS, SCHEDULES, Group, Schedule
-from pyro_dak.validation import check_choice, check_integer, check_positive
+from pyro_dak.validation import (
+    check_choice,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    check_real,
+)
 
 __all__ = ["History", "Plan", "TrainingError"]
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on. The message says why, and where the last good checkpoint is."""
 
 
 @dataclass
@@ -22,20 +24,45 @@ class History:
     """What training went through, with one row per epoch.
 
     The rows of `fit` hold loss, elbo, elbo_per_datum, kl, expected_log_lik, learning_rate and
-    val_*. The loss is minus the ELBO per datum, averaged over the batches of the epoch; `elbo`,
-    `kl` and `expected_log_lik` are in nats for the whole data set (the last two are NaN for
-    objectives of Pyro, which do not split the bound). `status` is "finished", "stopped early" or
-    "interrupted".
+    val_*. The loss is minus the ELBO per datum; `elbo`, `kl` and `expected_log_lik` are in nats for
+    the whole data set (the last two are NaN for objectives of Pyro, which do not split the bound).
+
+    In `rows` they are running means over the rows of an epoch: each batch is seen with the weights
+    of its step, in train mode. `final` has the same five numbers evaluated: the bound of the model
+    as `fit` leaves it, in eval mode, on all training rows. Objectives that draw estimate it with
+    noise, and a loader that augments its rows has other ones in each pass.
+
+    Attributes:
+        rows: the epochs.
+        status: "finished", "stopped early" or "interrupted".
+        best_epoch: the epoch whose weights were kept, with `patience`.
+        seconds: how long each epoch took.
+        final: the bound of the final model; None if it was not evaluated, or after an interrupt.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
     status: str = "running"
     best_epoch: int | None = None
     seconds: list[float] = field(default_factory=list, compare=False)
+    final: dict[str, float] | None = None
 
     def column(self, name: str) -> list[float]:
         """One column, by epoch."""
+        if self.rows:
+            check_choice("name", name, self.rows[-1])
         return [row[name] for row in self.rows]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on. The message says why, and where the last good checkpoint is.
+
+    Attributes:
+        history: what training went through until then.
+    """
+
+    def __init__(self, message: str, history: History | None = None):
+        super().__init__(message)
+        self.history = history
 
 
 @dataclass(frozen=True)
@@ -67,17 +94,17 @@ class Plan:
     num_scorings: int | None = None
 
     def __post_init__(self) -> None:
+        required = ("epochs", "batch_size", "learning_rate")
         for name in ("epochs", "batch_size", "stop_after", "num_scorings", "patience"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name in required:
                 check_integer(name, getattr(self, name), minimum=0 if name == "patience" else 1)
         for name in ("learning_rate", "last_layer_learning_rate", "clip_norm"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name in required:
                 check_positive(name, getattr(self, name))
-        if not self.weight_decay >= 0:
-            raise ValueError(f"`weight_decay` must not be negative; got {self.weight_decay}.")
-        for name in ("optimizer", "last_layer_optimizer"):
-            if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), OPTIMIZERS)
+        check_not_negative("weight_decay", self.weight_decay)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.last_layer_optimizer is not None:
+            check_choice("last_layer_optimizer", self.last_layer_optimizer, OPTIMIZERS)
         if not callable(self.schedule):
             check_choice("schedule", self.schedule, SCHEDULES)
 
@@ -95,6 +122,7 @@ class Plan:
         """The factors of the learning rates from a step on; the last one stays."""
         schedule = self.schedule if callable(self.schedule) else SCHEDULES[self.schedule]
         total = self.epochs * steps_per_epoch
+        check_real("schedule", schedule(min(step, total - 1), total, steps_per_epoch))
         for number in count(step):
             yield schedule(min(number, total - 1), total, steps_per_epoch)
 

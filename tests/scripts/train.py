@@ -1,20 +1,49 @@
 """Train a small model and write its parameters: run by tests as a process of its own.
 
 python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
-                [--kill-in-write N] [--interrupt-at-step N] [--only-rank R] [--compile]
+                [--kill-in-write N] [--interrupt-at-step N] [--signal NAME] [--only-rank R]
+                [--objective NAME] [--compile]
 """
 
 import argparse
+import json
 import os
 import signal
+import sys
+from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_dak import DAK, HeteroscedasticLikelihood, MeanFieldGuide, fit
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
+from pyro_dak.training.plan import History
+
+
+def tell(what: dict[str, Any]) -> None:
+    """Print in one piece, also where several processes print."""
+    os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())
+
+
+def train(model: DAK, guide: MeanFieldGuide, x: Tensor, y: Tensor, args: Any) -> History:
+    return fit(
+        model,
+        guide,
+        (x, y),
+        objective=args.objective,
+        epochs=5,
+        batch_size=20,
+        seed=7,
+        validation=(x[:11], y[:11]),
+        patience=3,
+        checkpoint_dir=args.checkpoints,
+        resume_from=args.checkpoints if args.resume else None,
+        accelerator="auto" if "LT_CLI_USED" in os.environ else "cpu",
+        compile=args.compile,
+        progress=False,
+    )
 
 
 def main() -> None:
@@ -25,6 +54,7 @@ def main() -> None:
     parser.add_argument("--kill-at-step", type=int)
     parser.add_argument("--kill-in-write", type=int)
     parser.add_argument("--interrupt-at-step", type=int)
+    parser.add_argument("--signal", default="SIGINT")
     parser.add_argument("--only-rank")
     parser.add_argument("--objective", default="local")
     parser.add_argument("--compile", action="store_true")
@@ -47,7 +77,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         is_chosen = args.only_rank in (None, os.environ.get("RANK"))
         if run.step == args.interrupt_at_step and is_chosen:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), getattr(signal, args.signal))
 
     Run.train_step = watched_step
     flush = os.fsync
@@ -62,26 +92,21 @@ def main() -> None:
         flush(descriptor)
 
     os.fsync = watched_flush
-    history = fit(
-        model,
-        guide,
-        (x, y),
-        objective=args.objective,
-        epochs=5,
-        batch_size=20,
-        seed=7,
-        validation=(x[:11], y[:11]),
-        patience=3,
-        checkpoint_dir=args.checkpoints,
-        resume_from=args.checkpoints if args.resume else None,
-        accelerator="auto" if "LT_CLI_USED" in os.environ else "cpu",
-        compile=args.compile,
-        progress=False,
-    )
-    print(history.status, history.rows[-1] if history.rows else {})
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        history = train(model, guide, x, y, args)
+    except KeyboardInterrupt as error:
+        tell({"message": str(error), **vars(error.history)})
+        raise
+    finally:
+        assert not model.training
+        assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    tell(vars(history))
     if int(os.environ.get("RANK", "0")) == 0:
         safetensors.torch.save_file(module_tensors(model, guide), args.out)
 
 
 if __name__ == "__main__":
     main()
+    if "RANK" in os.environ:  # torch 2.14 with gloo sometimes aborts while it shuts down
+        os._exit(0)

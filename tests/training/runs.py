@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,14 @@ def edit_config(directory: Path, edit_fn: Any) -> None:
     edit_fn(config)
     path.write_text(json.dumps(config))
     write_sums(directory)
+
+
+def edit_tensors(path: Path, edit_fn: Any) -> None:
+    """Change a file of tensors of a saved model, likewise."""
+    tensors = safetensors.torch.load_file(path)
+    edit_fn(tensors)
+    safetensors.torch.save_file(tensors, path)
+    write_sums(path.parent)
 
 
 def write_sums(directory: Path) -> None:

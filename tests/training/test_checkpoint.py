@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -36,10 +37,12 @@ from pyro_dak.training.describe import describe, rebuild, set_up_guide
 from tests.training.runs import edit_config, write_sums
 
 FILES = Path(__file__).parents[1] / "data" / "version_0_1"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 # Loads the model of every guide in a process that has seen none of them, and predicts.
 LOAD_SCRIPT = """
 import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -271,6 +274,75 @@ def test_a_failed_write_leaves_the_old_model_and_no_rubbish(saved, monkeypatch):
     assert [path.name for path in saved.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("options", [[], ["--without-exchange"]])
+def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(tmp_path, options):
+    """Without an exchange in one step, there is a moment when nothing has the name."""
+    command = [sys.executable, SCRIPTS / "kill_saves.py", tmp_path, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    *lines, last = result.stdout.splitlines()
+    points, found = zip(*(line.split(": ", 1) for line in lines), strict=True)
+    assert set(found) == {"old", "new"}
+    assert len(points) > 20
+    assert {"exchange", "fsync", "open", "os.remove"} <= set(points)
+    assert ("os.rename" in points) == bool(options)
+    assert last == "at the end: model"
+
+
+@pytest.mark.parametrize("options", [[], ["--without-exchange"]])
+def test_a_reader_finds_one_model_while_two_writers_replace_it(tmp_path, options):
+    path = tmp_path / "model"
+    command = [sys.executable, SCRIPTS / "save_again.py", path, "25", *options]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for writer in writers:
+        assert writer.stdout.readline() == "started\n"
+    found = set()
+    while any(writer.poll() is None for writer in writers):
+        model, guide = load(path)
+        assert torch.equal(model.feature_extractor.weight.flatten(), guide.z_loc.flatten())
+        found.add(guide.z_loc.item())
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    assert len(found) > 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_of_two_saves_at_the_same_time_is_refused(tmp_path):
+    model, _ = make_model()
+    guide, start, results = MeanFieldGuide(model).float(), threading.Barrier(4), []
+
+    def work():
+        start.wait()
+        try:
+            results.append(save(model, guide, tmp_path / "model").name)
+        except FileExistsError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["model", "refused", "refused", "refused"]
+    load(tmp_path / "model")
+
+
+def test_what_a_killed_save_moved_away_is_not_overwritten_unasked(tmp_path, saved):
+    saved.rename(tmp_path / ".model.old-01234567")
+    model, _ = make_model()
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        save(model, MeanFieldGuide(model).float(), saved)
+    load(saved)
+
+
+def test_a_directory_that_is_replaced_all_the_time_is_told_of(saved, monkeypatch):
+    identities = iter(range(1000))
+    monkeypatch.setattr("pyro_dak.training.checkpoint._identity", lambda path: next(identities))
+    (saved / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="was replaced 100 times while it was being read"):
+        load(saved)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("position", [0.01, 0.3, 0.6, 0.99])
 def test_a_flipped_byte_is_noticed(saved, name, position):
@@ -399,3 +471,13 @@ def test_loading_onto_cuda_gives_the_same(saved):
     x = torch.randn(7, 3, dtype=torch.float32)
     cpu, cuda = predict(*load(saved), x), predict(*load(saved, device="cuda"), x)
     torch.testing.assert_close(cpu.mean, cuda.mean)
+
+
+def test_a_model_that_cannot_be_put_back_is_named(saved, monkeypatch):
+    def refuse(first, second):
+        raise OSError(30, "Read-only file system")
+
+    saved.rename(saved.with_name(".model.old-01234567"))
+    monkeypatch.setattr("os.rename", refuse)
+    with pytest.raises(CheckpointError, match=r"model\.old-01234567.*Read-only.*by hand"):
+        load(saved)

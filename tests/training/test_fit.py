@@ -68,6 +68,52 @@ def test_history_of_one_full_batch_is_the_elbo_at_the_start():
     assert_close(row["loss"], -terms.elbo.item() / 60)
 
 
+@pytest.mark.parametrize("kind", ["tensors", "loader", "fixed features", "early stop", "minmax"])
+def test_the_final_bound_is_that_of_the_model_that_fit_leaves(kind):
+    x, y = make_data()
+    model, guide = make_model(scaling="minmax" if kind == "minmax" else "standardize")
+    options = {
+        "fixed features": {"fixed_features": True},
+        "early stop": {"validation": (x, -y), "patience": 2, "learning_rate": 0.3},
+    }
+    data = DataLoader(TensorDataset(x, y), 25, shuffle=True) if kind == "loader" else (x, y)
+    history = train(model, guide, data, epochs=5, **options.get(kind, {}))
+    terms = ClosedFormELBO().terms(model, guide, x, y)
+    expected = {"elbo": terms.elbo, "kl": terms.kl, "expected_log_lik": terms.expected_log_lik,
+                "elbo_per_datum": terms.elbo / 60, "loss": -terms.elbo / 60}  # fmt: skip
+    assert_close(history.final, {name: value.item() for name, value in expected.items()})
+    assert history.final["elbo"] != history.rows[-1]["elbo"]  # the latter is a running mean
+
+
+@pytest.mark.parametrize("objective", ["closed_form", "local", "trace"])
+def test_evaluating_the_bound_changes_nothing_else(objective):
+    states, histories = [], []
+    for evaluate in (True, True, False):
+        model, guide = make_model()
+        model.feature_extractor.append(nn.BatchNorm1d(4))
+        own = torch.Generator().manual_seed(3)
+        loader = DataLoader(TensorDataset(*make_data()), 25, shuffle=True, generator=own)
+        history = train(model, guide, loader, objective=objective, evaluate=evaluate)
+        states.append(module_tensors(model, guide) | {"own": own.get_state()})
+        histories.append(history)
+    assert_same(states[0], states[2])
+    assert repr(histories[0].rows) == repr(histories[2].rows)
+    assert repr(histories[0].final) == repr(histories[1].final)
+    assert math.isfinite(histories[0].final["elbo"])
+    assert histories[2].final is None
+
+
+@pytest.mark.parametrize("objective", ["closed_form", "local"])
+def test_scoring_held_out_rows_changes_neither_weights_nor_running_statistics(objective):
+    states = []
+    for options in ({}, {"validation": make_data(7)}):
+        model, guide = make_model()
+        model.feature_extractor.append(nn.BatchNorm1d(4))
+        train(model, guide, objective=objective, **options)
+        states.append(module_tensors(model, guide))
+    assert_same(*states)
+
+
 @pytest.mark.parametrize(("likelihood", "name"), [
     (GaussianLikelihood(), ClosedFormELBO), (CategoricalLikelihood(), LocalReparamELBO),
 ])  # fmt: skip

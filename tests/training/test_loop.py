@@ -1,7 +1,9 @@
 """The training loop: plain losses, early stopping, numbers that are not finite, compilation."""
 
 import math
+import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from pyro_dak import TrainingError
+from pyro_dak.training import loop
 from pyro_dak.training.checkpoint import Checkpoints, module_tensors
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.loop import Learner, Run, frozen
@@ -23,6 +26,8 @@ from tests.training.runs import (
     run_script,
     train,
 )
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Line(nn.Module, Learner):
@@ -73,6 +78,72 @@ def test_a_plain_loss_resumes_as_if_uninterrupted(tmp_path):
 def stop_after_two(epoch, row):
     if epoch == 2:
         raise KeyboardInterrupt
+
+
+def test_a_second_ctrl_c_raises_at_once_but_not_one_that_a_launcher_repeats(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with loop._stop_signals(True) as stop:
+        signal.raise_signal(signal.SIGINT)
+        now = 100.5
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        now = 101.5
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert stop.number == signal.SIGINT
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_signals_that_somebody_else_handles_or_ignores_are_left_alone(monkeypatch):
+    seen = []
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        with loop._stop_signals(True) as stop:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [signal.SIGTERM]
+    assert stop.number == 0
+
+
+def test_ctrl_c_returns_where_it_is_asked_to(capsys):
+    run = line_run(6)
+    history = run.run([lambda *_: signal.raise_signal(signal.SIGINT)], on_interrupt="return")
+    assert history.status == "interrupted"
+    assert len(history.rows) == 1
+    assert "Interrupted after step 5. Give `checkpoint_dir`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_in_the_last_epoch_is_not_lost(number):
+    run = line_run(1)
+    message = r"after step 5\. That was the last step, and training is finished"
+    with pytest.raises(KeyboardInterrupt, match=message) as raised:
+        run.run([lambda *_: signal.raise_signal(number)], on_interrupt="raise")
+    assert raised.value.history.status == "finished"
+
+
+def test_a_loader_whose_workers_a_signal_has_ended_stops_the_run(tmp_path):
+    run = line_run(6, Checkpoints(tmp_path))
+    epoch = run.data.epoch
+
+    def ended(*arguments):
+        yield next(epoch(*arguments))
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("DataLoader worker exited unexpectedly")
+
+    run.data.epoch = ended
+    with pytest.raises(KeyboardInterrupt, match="Stopped by SIGTERM after step 1") as raised:
+        run.run(on_interrupt="return")
+    assert raised.value.history.status == "interrupted"
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
 
 
 def test_training_ends_where_the_plan_says_and_the_schedule_does_not():
@@ -149,8 +220,9 @@ def test_nan_in_the_loss_stops_with_the_last_good_checkpoint(tmp_path):
             with torch.no_grad():
                 guide.z_loc.fill_(math.nan)
 
-    with pytest.raises(TrainingError, match=r"nan in epoch 3, step 7.*step-000000006"):
+    with pytest.raises(TrainingError, match=r"nan in epoch 3, step 7.*step-000000006") as raised:
         train(model, guide, (x, y), epochs=4, checkpoint_dir=tmp_path, callbacks=[poison])
+    assert len(raised.value.history.rows) == 2
     fresh = make_model()
     train(*fresh, (x, y), epochs=4, checkpoint_dir=tmp_path, resume_from=tmp_path)
     assert_same(module_tensors(*fresh), parameters_after(epochs=4))
@@ -171,6 +243,7 @@ def test_a_nan_gradient_stops_before_it_is_applied_or_saved(tmp_path):
     assert_same(module_tensors(*fresh), parameters_after(epochs=4))
 
 
+@scenarios.compiles_training
 def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
     def broken(fn, **options):
         def fail(*args):
@@ -186,6 +259,7 @@ def test_a_failing_compiler_falls_back_with_a_warning(monkeypatch):
 
 
 @pytest.mark.slow
+@scenarios.compiles_training
 def test_compiled_training_equals_eager(tmp_path):
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
     eager, compiled = tmp_path / "eager.safetensors", tmp_path / "compiled.safetensors"
@@ -196,6 +270,15 @@ def test_compiled_training_equals_eager(tmp_path):
     first, second = (safetensors.torch.load_file(path) for path in (eager, compiled))
     for name, tensor in first.items():
         assert_close(second[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_a_torch_that_compiles_backward_passes_too_late_trains_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model, guide = make_model()
+    with pytest.warns(UserWarning, match="going on without it: torch .* is too old to compile"):
+        train(model, guide, compile=True)
+    assert_same(module_tensors(model, guide), parameters_after())
 
 
 FAILING_BACKWARD = """
@@ -244,6 +327,7 @@ assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow
+@scenarios.compiles_training
 def test_a_step_is_compiled_once():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
     scenarios.run_alone(COMPILED_ONCE)
@@ -267,6 +351,14 @@ assert dict(torch._dynamo.utils.counters["frames"]) == {"total": 10, "ok": 10}
 
 
 @pytest.mark.slow
+@scenarios.compiles_training
 def test_more_models_than_the_compiler_allows_by_itself_are_all_compiled():
     # In a process of its own: the compiler cannot look through the shape checks of the tests.
     scenarios.run_alone(MANY_MODELS)
+
+
+@pytest.mark.parametrize("objective", ["closed_form", "local", "trace"])
+def test_training_that_diverges_is_a_training_error_whatever_the_objective(objective):
+    options = {"learning_rate": 1e10, "optimizer": "sgd", "clip_norm": None, "epochs": 20}
+    with pytest.raises(TrainingError, match=r"in epoch \d+, step \d+. Lower the learning rate"):
+        train(*make_model(), objective=objective, **options)

@@ -99,3 +99,36 @@ def test_an_optimizer_each_steps_its_own_group_also_from_a_saved_state():
         together = leaves(together)
         both = build_optimizers(plan.groups(together[:1], together[1:]), fused=True)
         load_optimizers(both, state)
+
+
+BAD_STATES = {
+    "short": ("0.exp_avg", torch.zeros(2), r"shape \(3, 2\).*got \(2,\)"),
+    "one number": ("0.exp_avg_sq", torch.zeros(()), r"shape \(3, 2\).*got \(\)"),
+    "no step": ("0.step", torch.zeros(0), r"shape \(\).*got \(0,\)"),
+    "dtype": ("0.exp_avg", torch.zeros(3, 2, dtype=torch.float32), "dtype of its parameter"),
+    "integers": ("0.exp_avg", torch.zeros(3, 2, dtype=torch.int64), "in a floating dtype"),
+    "not a number": ("0.exp_avg", torch.full((3, 2), math.nan, dtype=torch.float64), "holds NaN"),
+    "no such parameter": ("7.exp_avg", torch.zeros(3, 2), "`optimizer.7.exp_avg` belongs to no"),
+    "no number": ("x.exp_avg", torch.zeros(3, 2), "`optimizer.x.exp_avg` belongs to no"),
+    "another optimiser": ("0.square_avg", torch.zeros(3, 2), "0.square_avg` belongs to no"),
+    "missing": ("0.exp_avg", None, "got none"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_STATES))
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_state_that_does_not_fit_its_parameter_is_refused_and_nothing_is_loaded(name, fused):
+    parameter = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizers = build_optimizers(Plan().groups([parameter], []), fused=fused)
+    optimizers[0].step()
+    good = {key: value.clone() for key, value in optimizer_state(optimizers).items()}
+    key, value, message = BAD_STATES[name]
+    bad = {k: v for k, v in (good | {key: value}).items() if v is not None}
+    fresh = build_optimizers(Plan().groups([parameter], []), fused=fused)
+    with pytest.raises(ValueError, match=message):
+        load_optimizers(fresh, bad)
+    assert optimizer_state(fresh) == {}
+    load_optimizers(fresh, good)
+    assert_close(optimizer_state(fresh), good)
+    fresh[0].step()

@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from pyro_dak.training.plan import Plan
 from tests.training.runs import make_data, make_model, train
@@ -68,7 +69,7 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="share between 0 and 1"):
         train(model, guide, validation=1.5)
     with pytest.raises(ValueError, match="`num_data` must be given"):
-        train(model, guide, [make_data()])
+        train(model, guide, DataLoader([make_data()], batch_size=None))
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [

@@ -1,7 +1,9 @@
 """Runs in processes of their own: killed, interrupted, and several at once."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,12 +17,26 @@ FABRIC = (str(Path(sys.executable).with_name("fabric")), "run", "--accelerator=c
           "--strategy=ddp")  # fmt: skip
 
 
+def histories(result) -> list[dict[str, Any]]:
+    """What each process of a script printed."""
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> dict[str, Tensor]:
     out = tmp_path_factory.mktemp("whole") / "out.safetensors"
     result = run_script(out)
     assert result.returncode == 0, result.stderr
     return safetensors.torch.load_file(out)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """History and weights of a run in closed form in one process."""
+    out = tmp_path_factory.mktemp("alone") / "out.safetensors"
+    result = run_script(out, "--objective", "closed_form")
+    assert result.returncode == 0, result.stderr
+    return histories(result)[0], safetensors.torch.load_file(out)
 
 
 @pytest.mark.parametrize("arguments", [
@@ -37,34 +53,49 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, uninter
     assert not list(checkpoints.glob(".*"))
 
 
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path, uninterrupted):
+@pytest.mark.parametrize(("name", "cause"), [
+    ("SIGINT", "Interrupted"), ("SIGTERM", "Stopped by SIGTERM")
+])  # fmt: skip
+def test_a_signal_stops_after_a_step_and_raises_how_to_go_on(tmp_path, uninterrupted, name, cause):
     out, checkpoints = tmp_path / "out.safetensors", tmp_path / "checkpoints"
-    stopped = run_script(out, "--checkpoints", checkpoints, "--interrupt-at-step", 9)
-    assert stopped.returncode == 0
-    assert stopped.stdout.startswith("interrupted")
-    assert "Interrupted after step 9. Go on with fit(..., resume_from=" in stopped.stderr
+    arguments = ("--checkpoints", checkpoints, "--interrupt-at-step", 9, "--signal", name)
+    stopped = run_script(out, *arguments)
+    assert stopped.returncode == -2  # as Python ends with an interrupt that nobody expects
+    assert not out.exists()  # the script does not go on to save
+    message = f"{cause} after step 9. Go on with fit(..., resume_from='{checkpoints}/step-"
+    assert message in stopped.stderr
+    (history,) = histories(stopped)
+    assert history["message"].startswith(message)
+    assert history["status"] == "interrupted"
+    assert len(history["rows"]) == 1
     resumed = run_script(out, "--checkpoints", checkpoints, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert_same(safetensors.torch.load_file(out), uninterrupted)
 
 
-def test_ctrl_c_in_one_process_stops_all_at_the_same_step(tmp_path):
+def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, alone):
     out, checkpoints = tmp_path / "out.safetensors", tmp_path / "checkpoints"
     arguments = ("--objective", "closed_form", "--checkpoints", checkpoints)
     interrupt = ("--interrupt-at-step", 9, "--only-rank", 1)
     result = run_script(out, *arguments, *interrupt, launch=TORCHRUN)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("interrupted") == 2
+    assert result.returncode == 1
+    assert [history["status"] for history in histories(result)] == ["interrupted"] * 2
     assert max(path.name for path in checkpoints.iterdir()) == "step-000000009"
+    resumed = run_script(out, *arguments, "--resume", launch=TORCHRUN)
+    for history in histories(resumed):  # also of the epoch that was interrupted
+        assert_close(history["rows"], alone[0]["rows"], atol=1e-8, rtol=1e-8)
+    assert len(histories(resumed)) == 2, resumed.stderr
 
 
 @pytest.mark.parametrize("launch", [TORCHRUN, pytest.param(FABRIC, marks=pytest.mark.slow)],
                          ids=["torchrun", "fabric"])  # fmt: skip
-def test_two_processes_equal_one(tmp_path, launch):
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    assert run_script(one, "--objective", "closed_form").returncode == 0
-    result = run_script(two, "--objective", "closed_form", launch=launch)
+def test_two_processes_equal_one(tmp_path, alone, launch):
+    out, (history, weights) = tmp_path / "out.safetensors", alone
+    result = run_script(out, "--objective", "closed_form", launch=launch)
     assert result.returncode == 0, result.stderr
-    first, second = (safetensors.torch.load_file(path) for path in (one, two))
-    for name, tensor in first.items():
-        assert_close(second[name], tensor, atol=1e-8, rtol=1e-8)
+    for name, tensor in safetensors.torch.load_file(out).items():
+        assert_close(tensor, weights[name], atol=1e-8, rtol=1e-8)
+    for part in histories(result):
+        assert_close(part["rows"], history["rows"], atol=1e-8, rtol=1e-8)
+        assert_close(part["final"], history["final"], atol=1e-8, rtol=1e-8)
+    assert len(histories(result)) == 2
