@@ -1,7 +1,9 @@
 """What `DAKRegressor` and `DAKClassifier` share: parameters, scaling, training, prediction."""
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,21 +28,27 @@ from pyro_dak.tables.rows import (
     Rows,
     default_batch_size,
     default_epochs,
+    effective_number,
     held_out_rows,
+    rows_kept_apart,
+    share_kept_apart,
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
+from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer, check_probability
+from pyro_dak.validation import check_integer, check_positive, check_probability
 
-__all__ = ["Parameters", "TableEstimator", "scales"]
+__all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 
 # With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
 _NUM_FOLDS = 5
 # The number of rows that are computed at a time, and how many numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
+# Layers draw their first weights from torch's global generator, which all threads share.
+_BUILDING = threading.Lock()
 # Inputs of these types are taken as they are; others become the first.
 _DTYPES = [np.float64, np.float32]
 
@@ -75,6 +83,8 @@ class TableEstimator(Parameters, BaseEstimator):
     _shares_held_out_rows = False
     # The factors that leave predictions as the model makes them.
     _uncalibrated: ClassVar[dict[str, float]]
+    ensemble_: Ensemble
+    kept_apart_: list[Any] | None
 
     def _validated_targets(self, y: Any) -> Array:
         """y as an array, or an error."""
@@ -92,27 +102,49 @@ class TableEstimator(Parameters, BaseEstimator):
         """The likelihood, and the number of outputs."""
         raise NotImplementedError
 
-    def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
+    def _scores(self, held_out: Rows, ensemble: Ensemble) -> Tensor:
         """Scores of held-out rows, `(E, n)`; smaller is better, and calibration changes nothing."""
         raise NotImplementedError
 
-    def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """Set the factors that make predictions of held-out rows as wide as their errors."""
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
+        """Set the factors that make predictions of held-out rows as wide as their errors.
+
+        The last `overlap` rows of a member are the first rows of the next member.
+        """
         raise NotImplementedError
 
     def _check_parameters(self) -> None:
         for name in ("ensemble_size", "num_units", "level"):
             check_integer(name, getattr(self, name), minimum=1)
+        if not isinstance(self.hidden_layer_sizes, Collection):
+            raise TypeError(
+                "`hidden_layer_sizes` must be a tuple of widths, one for each layer; got "
+                f"{self.hidden_layer_sizes!r}."
+            )
         if len(self.hidden_layer_sizes) == 0:
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
         check_probability("validation_fraction", self.validation_fraction)
+        check_positive("learning_rate", self.learning_rate)
+        for name in ("heteroscedastic", "early_stopping", "warm_start", "refit"):
+            value = getattr(self, name)
+            if value not in (True, False) and not (name == "refit" and value is None):
+                raise TypeError(f"`{name}` must be True or False; got {value!r}.")
+        self._device()
         self._plan(num_rows=1, seed=0)  # a plan checks its settings
 
     def _device(self) -> torch.device:
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.device(automatic if self.device == "auto" else self.device)
+        try:
+            device = torch.device(automatic if self.device == "auto" else self.device)
+            torch.empty(0, device=device)  # is it here?
+            return device
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"`device` must be 'auto', 'cpu', 'cuda' or another device of torch; got "
+                f"{self.device!r}."
+            ) from error
 
     def _seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -132,42 +164,65 @@ class TableEstimator(Parameters, BaseEstimator):
         """New members on the device, each with its own seed."""
         widths, members = [self.n_features_in_, *self.hidden_layer_sizes], []
         for index in range(size):
-            with seeded(seed + index, torch.device("cpu")):
+            with _BUILDING, seeded(seed + index, torch.device("cpu")):
                 layers = [part for w in pairwise(widths) for part in (nn.Linear(*w), nn.ReLU())]
                 likelihood, num_outputs = self._likelihood()
                 network, sizes = nn.Sequential(*layers), (widths[-1], self.num_units, num_outputs)
                 model = DAK(network, *sizes, level=self.level, likelihood=likelihood)
                 model.input_shape = (self.n_features_in_,)
                 members.append((model, MeanFieldGuide(model, init_scale=0.1)))
-        return Ensemble(members).to(self._device(), torch.float32)
+        return self._copy(Ensemble(members))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Train on a table of numbers, `(N, D)`, and return the estimator.
 
-        A row counts as often as `sample_weight` says, `(N,)`; by default once.
+        A row counts as often as `sample_weight` says, `(N,)`; by default once. That holds for
+        training, for stopping and for the calibration. If `fit` fails or is interrupted, the
+        estimator stays as it was.
         """
         is_warm = self.warm_start and hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, is_first=not is_warm)
-        self.num_rows_seen_ = float(weights.sum())
-        start = self.ensemble_ if is_warm and len(self.ensemble_) == self.ensemble_size else None
-        self._fit_rows(self._rows(X, y, weights), start)
+        with self._unchanged_by_failure():
+            X, y, weights = self._validated(X, y, sample_weight, is_first=not is_warm)
+            self.num_rows_seen_ = float(weights.sum())
+            is_start = is_warm and len(self.ensemble_) == self.ensemble_size
+            start = self._copy(self.ensemble_) if is_start else None
+            self._fit_rows(self._rows(X, y, weights), start)
         return self
 
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any, classes: Any = None) -> Any:
         """Make one pass over these rows, which count as a sample of all rows seen so far."""
         is_first = not hasattr(self, "ensemble_")
-        X, y, weights = self._validated(X, y, sample_weight, is_first, classes)
-        seed = self._seed()
-        if is_first:
-            self.num_rows_seen_ = 0.0
-            self.__dict__.update(self._uncalibrated)
-            self.ensemble_ = self._build(self.ensemble_size, seed)
-        self.num_rows_seen_ += float(weights.sum())
-        rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
-        plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
-        plan = replace(plan, learning_rate=0.1 * plan.learning_rate)
-        self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
+        with self._unchanged_by_failure():
+            X, y, weights = self._validated(X, y, sample_weight, is_first, classes)
+            seed = self._seed()
+            if is_first:
+                self.num_rows_seen_ = 0.0
+                self.__dict__.update(self._uncalibrated)
+            self.ensemble_ = (
+                self._build(self.ensemble_size, seed) if is_first else self._copy(self.ensemble_)
+            )
+            self.kept_apart_ = None
+            self.num_rows_seen_ += float(weights.sum())
+            rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
+            plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
+            plan = replace(plan, learning_rate=0.1 * plan.learning_rate)
+            self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
         return self
+
+    @contextmanager
+    def _unchanged_by_failure(self) -> Iterator[None]:
+        """After an error or an interrupt inside, the estimator is what it was before."""
+        before = dict(self.__dict__)
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+
+    def _copy(self, ensemble: Ensemble) -> Ensemble:
+        """A copy for training, on the device."""
+        return ensemble.to(self._device(), torch.float32)
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
         """Write the fitted estimator to a directory of safetensors and JSON, and return its path.
@@ -178,13 +233,16 @@ class TableEstimator(Parameters, BaseEstimator):
         return write_estimator(self, path, overwrite, None)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Any:
+    def load(cls, path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:
         """The estimator that `save` wrote. Loading it runs no code from the files.
+
+        `max_bytes` is the most bytes that the files may have, and the most memory that they may ask
+        for beyond the weights. By default each is 4 GiB.
 
         Raises:
             CheckpointError: the message names the file and says what is wrong with it.
         """
-        return read_estimator(path, {cls.__name__: cls})[0]
+        return read_estimator(path, {cls.__name__: cls}, max_bytes)[0]
 
     def _validated(
         self, X: Any, y: Any, sample_weight: Any, is_first: bool, classes: Any = None
@@ -206,61 +264,108 @@ class TableEstimator(Parameters, BaseEstimator):
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if not weights.sum() > 0:
             raise ValueError("Sample weights must contain at least one non-zero number.")
-        is_used = weights > 0
+        if not 1e-12 < weights.sum() < 1e15:
+            raise ValueError(
+                "Sample weights say how often a row counts, so their sum is a number of rows; got "
+                f"{weights.sum():.3g}. Divide them by their mean."
+            )
+        is_used = weights.astype(np.float32) > 0
         if not is_used.all():
             X, y, weights = X[is_used], y[is_used], weights[is_used]
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
-            self.x_mean_, self.x_scale_ = scales(X, weights)
+            self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
         return X, y, weights
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
         """The rows as tensors on the device: standardised inputs, targets and weights."""
         x = np.empty(X.shape, dtype=np.float32)
         for part in _chunks(len(X)):
-            x[part] = (X[part] - self.x_mean_) / self.x_scale_
+            x[part] = self._standardized(X[part], limit=1e15)
         tensors = (torch.from_numpy(x), self._targets(y), torch.from_numpy(weights).float())
         device = self._device()
         return Rows(*(tensor.to(device) for tensor in tensors))
 
+    def _standardized(self, X: Array, limit: float) -> Array:
+        """Inputs in standard deviations from the mean of the training rows, in float64."""
+        return standardized("X", X.astype(np.float64), self.x_mean_, self.x_scale_, limit)
+
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
         """Train on the rows in one or two passes, and calibrate on rows that are held out.
 
-        In the first pass every member trains without its held-out part. That part decides when to
-        stop and how wide predictions must be. With few rows, or with one member, a second pass
-        trains on all rows for as many epochs as the first pass found best.
+        In the first pass every member trains without its held-out part. All parts together decide
+        when the members stop, and how wide predictions must be. With few rows, or with one member,
+        a second pass trains on all rows for as many epochs. So the errors of the held-out rows are
+        those of networks that were trained just as long as the ones that predict.
         """
-        seed = self._seed()
-        N, E = len(rows.x), self.ensemble_size
-        plan = self._plan(N, seed)
-        self.__dict__.update(self._uncalibrated)
-        if not self.early_stopping or N < _LEAST_ROWS:
+        seed, E = self._seed(), self.ensemble_size
+        plan = self._plan(len(rows.x), seed)
+        is_small = effective_number(rows.weights) < FEW_ROWS
+        by_default = (E == 1 or is_small) and not self.warm_start
+        refit = (by_default if self.refit is None else self.refit) and start is None
+        if start is None or not self.early_stopping:
+            self.__dict__.update(self._uncalibrated)
+        num_parts = max(E, _NUM_FOLDS) if refit and is_small else E
+        held_out, overlap = self._hold_out(rows, num_parts, seed, start is not None)
+        if len(held_out.unique()) < 2:  # too few to say anything
             self.ensemble_ = start or self._build(E, seed)
+            rows = without(rows, held_out[:E])
             self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
             return
-        is_small = N < FEW_ROWS
-        refit = (E == 1 or is_small) if self.refit is None else self.refit
-        refit = refit and start is None
-        first = start or self._build(max(E, _NUM_FOLDS) if is_small and refit else E, seed)
-        overlap = E > 1 and self._shares_held_out_rows
-        held_out = held_out_rows(N, len(first), self.validation_fraction, seed, overlap)
-        held_out = held_out.to(rows.x.device)
-        x, y = rows.x[held_out], rows.y[held_out]  # (E, n, ...)
-
-        @torch.no_grad()
-        def score_fn() -> Tensor:
-            return self._scores(y, first, first.moments(x))
-
-        self.history_ = train(first, without(rows, held_out), plan, score_fn, self.progress)
-        with torch.no_grad():
-            self._calibrate(y, first, first.moments(x))
-        self.ensemble_ = first
+        self.ensemble_ = start or self._build(num_parts, seed)
+        self._stop_and_calibrate(rows, held_out, overlap, plan)
         if refit:
             self.ensemble_ = self._build(E, seed + 1000)
             plan = replace(plan, stop_after=self.history_.best_epoch)
             second = train(self.ensemble_, rows, plan, None, self.progress, "refit")
             self.history_.rows += second.rows
             self.history_.seconds += second.seconds
+
+    def _hold_out(self, rows: Rows, num_parts: int, seed: int, is_warm: bool) -> tuple[Tensor, int]:
+        """The numbers of the held-out rows, `(E, n)`, and how many a part shares with the next.
+
+        `kept_apart_` becomes the share of rows that no call of `fit` trains on and the seed that
+        chooses them, or None if there are no such rows.
+        """
+        N, fraction, device = len(rows.x), self.validation_fraction, rows.x.device
+        if not self.early_stopping or effective_number(rows.weights) < _LEAST_ROWS:
+            self.kept_apart_ = None
+            return torch.empty(num_parts, 0, dtype=torch.long, device=device), 0
+        if not is_warm:
+            keeps_apart = self.warm_start and not self.refit
+            self.kept_apart_ = [share_kept_apart(N, fraction), seed] if keeps_apart else None
+            if not keeps_apart:
+                overlap = self.ensemble_size > 1 and self._shares_held_out_rows
+                held_out = held_out_rows(N, num_parts, fraction, seed, overlap)
+                return held_out.to(device), held_out.shape[1] // 2 if overlap else 0
+        elif self.__dict__.get("kept_apart_") is None:  # as in files of earlier versions
+            raise ValueError(
+                "`warm_start=True` finds no rows to calibrate on: the networks were trained on all "
+                f"rows, by a `fit` without `warm_start` or of fewer than {_LEAST_ROWS} rows, by "
+                "`refit=True` or by `partial_fit`. Set `warm_start=True` before the first `fit`, "
+                "or `early_stopping=False` to train on without calibration."
+            )
+        assert self.kept_apart_ is not None
+        held_out = rows_kept_apart(rows, *self.kept_apart_).to(device)
+        if len(held_out) > N - 2:
+            raise ValueError(f"`validation_fraction`={fraction} leaves no rows to train on.")
+        return held_out.expand(num_parts, -1), len(held_out)
+
+    def _stop_and_calibrate(self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan) -> None:
+        """Train without the held-out rows for as long as these say, and calibrate on them.
+
+        A row counts as much as its weight says, here as in training.
+        """
+        ensemble, part = self.ensemble_, Rows(*(tensor[held_out] for tensor in rows))  # (E, n, ...)
+        relative = part.weights / part.weights.mean()
+
+        @torch.no_grad()
+        def score_fn() -> Tensor:
+            return (self._scores(part, ensemble) * relative).reshape(1, -1)
+
+        self.history_ = train(ensemble, without(rows, held_out), plan, score_fn, self.progress)
+        with torch.no_grad():
+            self._calibrate(part, ensemble, overlap)
 
     def _moments(self, X: Any) -> Iterator[tuple[Ensemble, FunctionMoments]]:
         """q(f) of every member, one chunk of rows after the other, in float64.
@@ -272,21 +377,56 @@ class TableEstimator(Parameters, BaseEstimator):
         ensemble = self.ensemble_.to(self._device(), torch.float64)
         slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
         for rows in tqdm(slices, "predict", delay=2, disable=not self.progress, leave=False):
-            x = (X[rows].astype(np.float64) - self.x_mean_) / self.x_scale_
+            x = self._standardized(X[rows], limit=1e100)
             with torch.no_grad():
                 yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
 
 
-def scales(values: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted mean and standard deviation of every column; 1 for the deviation of a constant."""
-    total = weights.sum()
-    mean = np.einsum("n,nd->d", weights, values, dtype=np.float64) / total
-    var = np.zeros(values.shape[1])
-    for rows in _chunks(len(values)):
-        var += np.einsum("n,nd->d", weights[rows], (values[rows] - mean) ** 2)
-    scale = np.sqrt(var / total)
-    is_constant = scale <= 1e-12 * np.maximum(np.abs(mean), 1e-300)
-    return mean, np.where(is_constant, 1.0, scale)
+def scales(
+    name: str, values: Array, weights: Array, smallest: float, largest: float
+) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation of every column.
+
+    The deviation of a constant is the size of the constant, or 1 for zero. It is an error if a
+    deviation is smaller or larger than it may be.
+    """
+    chunks = _chunks(len(values))
+    sizes = np.max([np.abs(values[rows]).max(0) for rows in chunks], 0).astype(np.float64)
+    # Powers of two, by which division is exact, so that squares neither overflow nor vanish.
+    unit = np.ldexp(1.0, np.frexp(sizes)[1] - 1)
+    shares = weights / weights.sum()
+    mean, var = np.zeros(values.shape[1]), np.zeros(values.shape[1])
+    for rows in chunks:
+        mean += np.einsum("n,nd->d", shares[rows], values[rows] / unit)
+    for rows in chunks:
+        var += np.einsum("n,nd->d", shares[rows], (values[rows] / unit - mean) ** 2)
+    scale = np.sqrt(var)
+    scale = np.where(scale <= 1e-12 * np.abs(mean), np.abs(mean), scale)
+    scale = np.where(scale > 0, scale * unit, 1.0)
+    is_wrong = ~((smallest <= scale) & (scale <= largest) & (sizes <= 1e305))
+    if is_wrong.any():
+        column = int(np.argmax(is_wrong))
+        raise ValueError(
+            f"`{name}` must have a standard deviation between {smallest:g} and {largest:g} in each "
+            f"column; column {column} has {scale[column]:.3g}, and values up to "
+            f"{sizes[column]:.3g}. Rescale it."
+        )
+    return mean * unit, scale
+
+
+def standardized(name: str, values: Array, mean: Array, scale: Array, limit: float) -> Array:
+    """(values - mean) / scale, or an error if a result lies beyond the limit."""
+    with np.errstate(over="ignore"):
+        result = (values - mean) / scale
+    is_far = ~(np.abs(result) <= limit)
+    if is_far.any():
+        row, column = np.argwhere(is_far)[0]
+        raise ValueError(
+            f"`{name}` has a value that is too far from the others to compute with: "
+            f"{values[row, column]:.3g} in column {column}, where the training rows have mean "
+            f"{mean[column]:.3g} and standard deviation {scale[column]:.3g}."
+        )
+    return result
 
 
 def _chunks(num_rows: int, numbers_per_row: int = 1) -> list[slice]:

@@ -29,10 +29,17 @@ from pyro_dak.diagnostics.calibration import coverage_curve
 from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
-from pyro_dak.tables.files import TableError, check_writable, read_table, write_table
+from pyro_dak.tables.files import (
+    STANDARD,
+    TableError,
+    check_writable,
+    read_table,
+    shown_name,
+    write_table,
+)
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import read_estimator, write_estimator
-from pyro_dak.tables.schema import Schema, inputs, learn_schema, targets
+from pyro_dak.tables.schema import Schema, inputs, learn_schema, numbers_of_classes, targets
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
 
@@ -54,7 +61,9 @@ app = typer.Typer(
 )
 
 ModelPath = Annotated[Path, typer.Argument(help="The directory that [bold]fit[/bold] has written.")]
-Delimiter = Annotated[str | None, typer.Option(help="Separates columns of a CSV; else a comma.")]
+Delimiter = Annotated[
+    str | None, typer.Option(help=r"Separates columns of a CSV; \t is a tab. Else a comma.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace output that exists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no messages.")]
 Unknown = Annotated[bool, typer.Option("--ignore-unknown", help="Allow unknown categories.")]
@@ -82,7 +91,7 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except KeyboardInterrupt:
             _say("Interrupted.")
@@ -101,7 +110,15 @@ def _version() -> str:
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(_printable(text), markup=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """A text without control characters, which names in tables and files may hold.
+
+    They are shown as Python writes them, so that no terminal obeys them.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _has_bars(quiet: bool) -> bool:
@@ -112,7 +129,7 @@ def _has_bars(quiet: bool) -> bool:
 @app.command()
 @_failing_clearly
 def fit(
-    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with the training rows.")],
+    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with training rows, or -.")],
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
     task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
@@ -128,8 +145,10 @@ def fit(
     """Learn to predict one column of a table from the others.
 
     The task is found from the target unless it is given. `--drop` and `--categorical` may be given
-    several times.
+    several times. A table called - is read from standard input.
     """
+    if out == STANDARD:
+        raise typer.BadParameter("a model is a directory, so it has a name.", param_hint="--out")
     if task not in (None, "regression", "classification"):
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
     check_replaceable(out, force, "--force")
@@ -139,7 +158,8 @@ def fit(
             raise TableError(f"has {len(frame)} rows; at least {_LEAST_ROWS} are needed.")
         schema = learn_schema(frame, target, task, drop or (), categorical or ())  # type: ignore[arg-type]
         y, X = targets(frame, schema), inputs(frame, schema)
-        if schema.task == "classification" and len(np.unique(y.astype(str))) < 2:
+        del frame  # its texts take more memory than all that follows
+        if schema.task == "classification" and len(np.unique(y)) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
     kind = DAKClassifier if schema.task == "classification" else DAKRegressor
     estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
@@ -156,7 +176,9 @@ def fit(
 @_failing_clearly
 def predict(
     model: ModelPath,
-    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows to predict.")],
+    table: Annotated[
+        Path, typer.Argument(help="A CSV or Parquet file with rows to predict, or -.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The file for predictions; else stdout.")] = None,
     level: Annotated[float, typer.Option(help="The probability of the interval.")] = 0.9,
     delimiter: Delimiter = None,
@@ -164,10 +186,13 @@ def predict(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict rows: mean, standard deviation and interval, or class probabilities."""
+    """Predict rows: mean, standard deviation and interval, or class probabilities.
+
+    A table called - is read from standard input.
+    """
     if not 0 < level < 1:
         raise typer.BadParameter("must lie between 0 and 1.", param_hint="--level")
-    if out is not None:
+    if out is not None and out != STANDARD:
         check_writable(out, force)
     estimator, schema, _ = _load(model, quiet)
     X = _inputs(table, schema, delimiter, ignore_unknown)[1]
@@ -180,8 +205,9 @@ def predict(
         columns = {"label": estimator.classes_[probs.argmax(-1)]}
         columns |= {f"p_{name}": probs[:, k] for k, name in enumerate(estimator.classes_)}
     result = pd.DataFrame(columns)
-    if out is None:
+    if out is None or out == STANDARD:
         result.to_csv(sys.stdout, index=False)
+        sys.stdout.flush()
     else:
         write_table(result, out, force)
 
@@ -190,7 +216,9 @@ def predict(
 @_failing_clearly
 def evaluate(
     model: ModelPath,
-    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows and targets.")],
+    table: Annotated[
+        Path, typer.Argument(help="A CSV or Parquet file with rows and targets, or -.")
+    ],
     plot: Annotated[Path | None, typer.Option(help="The file for a calibration plot.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
     delimiter: Delimiter = None,
@@ -198,7 +226,12 @@ def evaluate(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score the predictions of rows whose targets are known."""
+    """Score the predictions of rows whose targets are known.
+
+    A table called - is read from standard input.
+    """
+    if plot == STANDARD:
+        raise typer.BadParameter("a plot goes to a file.", param_hint="--plot")
     if plot is not None:
         check_writable(plot, force)
     estimator, schema, _ = _load(model, quiet)
@@ -208,7 +241,7 @@ def evaluate(
         score = _score_regression if isinstance(estimator, DAKRegressor) else _score_classes
         scores, draw = score(estimator, X, y)
     if plot is not None:
-        _write_plot(draw, plot)
+        _write_plot(draw, plot, force)
     _print_pairs({"rows": len(y)} | scores, Console(), as_json)
 
 
@@ -268,7 +301,7 @@ def _score_regression(estimator: DAKRegressor, X: pd.DataFrame, y: Array) -> Eva
 
 
 def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evaluation:
-    labels = torch.from_numpy(pd.Index(estimator.classes_).get_indexer(y))
+    labels = torch.from_numpy(numbers_of_classes(y, estimator.classes_))
     unknown = sorted({str(label) for label in y[labels.numpy() < 0]})
     if unknown:
         raise TableError(f"target has classes that were not there in training: {unknown[:5]}.")
@@ -282,14 +315,18 @@ def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evalu
     return scores, lambda ax: plot_reliability(labels, probs, ax=ax)
 
 
-def _write_plot(draw: Callable[[Any], Any], path: Path) -> None:
+def _write_plot(draw: Callable[[Any], Any], path: Path, force: bool) -> None:
     """Draw into new axes and write them to a file of the type that its name ends in."""
     figure = import_optional("matplotlib.figure").Figure(figsize=(4, 4), layout="constrained")
     draw(figure.add_subplot())
     kind = path.suffix.lower().lstrip(".") or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise TableError(f"{path}: cannot be drawn as `{kind}`; use .png, .pdf or .svg.")
-    write_whole(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=150))
+    write_whole(
+        path,
+        lambda temporary: figure.savefig(temporary, format=kind, dpi=150),
+        lambda: check_writable(path, force),
+    )
 
 
 @contextmanager
@@ -298,7 +335,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except TableError as error:
-        raise TableError(f"{path}: {error}") from error
+        raise TableError(f"{shown_name(path)}: {error}") from error
 
 
 def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
@@ -325,11 +362,13 @@ def _inputs(
 
 
 def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False) -> None:
-    if as_json:
-        print(json.dumps(pairs, indent=1))
+    if as_json:  # which has no word for NaN and infinity
+        is_number = {k: not isinstance(v, float) or math.isfinite(v) for k, v in pairs.items()}
+        pairs = {name: value if is_number[name] else None for name, value in pairs.items()}
+        print(json.dumps(pairs, indent=1, allow_nan=False))
         return
     grid = Table(show_header=False, box=None)
     for name, value in pairs.items():
         text = "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-        grid.add_row(name, Text(text, overflow="fold"))
+        grid.add_row(name, Text(_printable(text), overflow="fold"))
     console.print(grid)

@@ -23,7 +23,7 @@ from pyro_dak.tables.rows import Rows
 from pyro_dak.training.checkpoint import load_module_tensors, module_tensors
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.describe import describe, rebuild
-from pyro_dak.training.loop import Learner, Run, seeded
+from pyro_dak.training.loop import Learner, Run
 from pyro_dak.training.plan import History, Plan
 
 __all__ = ["Ensemble", "Member", "Stack", "ensemble_plan", "train"]
@@ -37,10 +37,13 @@ _MAX_GATHERED_FUNCTIONS = 12
 class Stack(Learner):
     """Members whose tensors are stacked, `(E, ...)` each, and trained in one pass.
 
-    A subclass gives `tensors`, `loss` and `parameter_groups`.
+    A subclass gives `tensors`, `loss` and `parameter_groups`. What its loss draws comes from
+    `generator`, which `train` seeds.
     """
 
     tensors: dict[str, Tensor]
+    # What the loss draws from; None is the global generator of torch.
+    generator: torch.Generator | None = None
     advice = "Lower `learning_rate`, or look for columns with extreme values."
 
     def __len__(self) -> int:
@@ -98,7 +101,8 @@ def train(
     `score_fn` scores every member on held-out rows, `(E, n)`, where smaller is better. A member
     whose last scores are worse than its best by two standard errors of the difference goes back to
     its best. The run ends early if that has been so for all members in `plan.patience` scorings in
-    a row. With `progress`, a bar shows what takes more than two seconds.
+    a row. Scores in one row, `(1, n)`, let all members stop together. With `progress`, a bar shows
+    what takes more than two seconds.
 
     Raises:
         TrainingError: if the loss or the gradient becomes NaN or infinite.
@@ -110,9 +114,13 @@ def train(
         scores = score_fn()
         return scores, {"val_score": float(scores.mean())}
 
-    with seeded(plan.seed, stack.device):
+    # A generator of its own, because other threads may draw from the global one.
+    stack.generator = torch.Generator(stack.device).manual_seed(plan.seed)
+    try:
         run = Run(stack, data, plan, None if score_fn is None else with_mean)
         return run.run(progress=progress, description=description)
+    finally:
+        stack.generator = None
 
 
 class Ensemble(Stack):
@@ -231,7 +239,8 @@ class Ensemble(Stack):
         likelihood = self.stacked_likelihood()
         if likelihood.has_closed_form:
             return likelihood.expected_log_prob(y.expand(len(self), *y.shape), moments)
-        return likelihood.distribution(sample_marginals(moments, 8)).log_prob(y).mean(0)
+        draws = sample_marginals(moments, 8, self.generator)
+        return likelihood.distribution(draws).log_prob(y).mean(0)
 
     def kl(self) -> Tensor:
         """KL of every member's weights from the standard normal, `(E,)`."""

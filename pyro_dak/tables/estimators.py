@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model import likelihoods
-from pyro_dak.tables.base import Parameters, TableEstimator, scales
+from pyro_dak.tables.base import Parameters, TableEstimator, scales, standardized
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, calibrate
+from pyro_dak.tables.rows import Rows, effective_number
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
@@ -33,7 +34,7 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
 
     Inputs and targets are standardised. The noise may differ from row to row. A part of the rows is
     held out to stop training and to calibrate the width of predictions. With few rows, or with a
-    single member, a second pass then trains on all of them.
+    single member, a second pass then trains on all of them for as many epochs.
 
     Args:
         ensemble_size: the number of members, which are trained in one batched pass.
@@ -45,11 +46,14 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         batch_size: rows per step. The default is 128, 256 or 512, by the number of rows.
         learning_rate: the rate at the peak of the one-cycle schedule.
         weight_decay: the weight decay of the network.
-        early_stopping: whether to hold out rows at all.
+        early_stopping: whether to hold out rows at all. Without, and with fewer than 20 rows, the
+            width of predictions is not calibrated.
         validation_fraction: the share of the rows that is held out, another part for each member.
         refit: whether a second pass trains on all rows. By default it does for a single member and
-            below 2,000 rows.
-        warm_start: whether `fit` continues from the last weights and scales.
+            below 2,000 rows, unless `warm_start` is set.
+        warm_start: whether `fit` continues from the last weights and scales. Rows that one `fit`
+            has held out are then held out by all later ones, whatever their order, so that the
+            calibration never uses a row that was trained on.
         random_state: a seed, or a `numpy.random.RandomState`.
         device: "auto", "cpu", "cuda" or any other device of torch.
         progress: whether to show a bar on stderr for work that takes more than two seconds.
@@ -61,6 +65,8 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             infinite for normal tails.
         mixture_factor_: a further factor of the squared scale, at most 1, because the mean of
             several members has smaller errors than a single member.
+        kept_apart_: with `warm_start`, the share of the rows that is never trained on and the seed
+            that chooses them; else None.
         history_: losses and held-out scores by epoch.
         n_features_in_: the number of columns.
         feature_names_in_: the names of the columns, if `fit` was given a data frame.
@@ -71,7 +77,7 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
 
     def _likelihood(self) -> tuple[likelihoods.Likelihood, int]:
         kinds = likelihoods.GaussianLikelihood, likelihoods.HeteroscedasticLikelihood
-        return kinds[self.heteroscedastic](0.5), len(self.y_mean_)
+        return kinds[bool(self.heteroscedastic)](0.5), len(self.y_mean_)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -82,7 +88,7 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         """Make one pass over more rows, after `fit` or without it.
 
         The scales are those of the first call. No rows are held out, so the calibration stays as
-        `fit` found it, or at 1.
+        `fit` found it, or at 1, and a later `fit` with `warm_start` has no rows to calibrate on.
         """
         return self._partial_fit(X, y, sample_weight)
 
@@ -93,24 +99,33 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         return y
 
     def _targets(self, y: Array) -> Tensor:
-        standardized = (y.reshape(len(y), -1) - self.y_mean_) / self.y_scale_
-        return torch.from_numpy(standardized).float()
+        columns = y.reshape(len(y), -1)
+        if columns.shape[1] != len(self.y_mean_):
+            raise ValueError(
+                f"`y` has {columns.shape[1]} columns, but this {type(self).__name__} was fitted "
+                f"with {len(self.y_mean_)}."
+            )
+        scaled = standardized("y", columns, self.y_mean_, self.y_scale_, limit=1e15)
+        return torch.from_numpy(scaled).float()
 
     def _set_targets(self, y: Array, weights: Array) -> None:
-        self.y_mean_, self.y_scale_ = scales(y.reshape(len(y), -1), weights)
+        columns = y.reshape(len(y), -1)
+        # Predictions hold variances, so that the squares of the scales must be numbers too.
+        self.y_mean_, self.y_scale_ = scales("y", columns, weights, smallest=1e-150, largest=1e150)
         self.is_multi_output_ = y.ndim == 2
 
-    def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
+    def _scores(self, held_out: Rows, ensemble: Ensemble) -> Tensor:
         """-log density of each row, up to a constant, with the variance scaled to fit the rows."""
-        mean, var = _normal(ensemble, moments)
-        residuals = (y - mean).square() / var  # (E, n, C)
-        factor = residuals.mean((-2, -1), keepdim=True).clamp(min=1e-12)
-        return 0.5 * ((factor * var).log() + residuals / factor).sum(-1)
+        mean, var = _normal(ensemble, held_out.x)
+        squares = (held_out.y - mean).square() / var  # (E, n, C)
+        shares = held_out.weights / held_out.weights.sum()
+        factor = (shares * squares.mean(-1)).sum().clamp(min=1e-12)
+        return 0.5 * ((factor * var).log() + squares / factor).sum(-1)
 
-    def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        parts = (y, *_normal(ensemble, moments))
-        targets, mean, var = (part.double().cpu().numpy() for part in parts)
-        found = calibrate(targets, mean, var, self.ensemble_size)
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
+        parts = (held_out.y, *_normal(ensemble, held_out.x), held_out.weights)
+        y, mean, var, weights = (part.double().cpu().numpy() for part in parts)
+        found = calibrate(y, mean, var, self.ensemble_size, weights, overlap)
         self.calibration_, self.tail_df_, self.mixture_factor_ = found
 
     def predict_dist(self, X: Any) -> StudentPrediction:
@@ -143,9 +158,10 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         return np.stack(self.predict_dist(X).interval(level), -1)
 
 
-def _normal(ensemble: Ensemble, moments: FunctionMoments) -> tuple[Tensor, Tensor]:
+def _normal(ensemble: Ensemble, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of y under each member, `(E, N, C)` each."""
-    mean, epistemic, aleatoric = ensemble.stacked_likelihood().predictive_moments(moments)
+    likelihood = ensemble.stacked_likelihood()
+    mean, epistemic, aleatoric = likelihood.predictive_moments(ensemble.moments(x))
     return mean, epistemic + aleatoric
 
 
@@ -191,18 +207,26 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
     def _likelihood(self) -> tuple[likelihoods.Likelihood, int]:
         return likelihoods.CategoricalLikelihood(), len(self.classes_)
 
-    def _scores(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> Tensor:
+    def _scores(self, held_out: Rows, ensemble: Ensemble) -> Tensor:
         """Brier score of each row."""
-        probs = _log_probs(moments, 1.0)[0].exp()
-        one_hot = torch.nn.functional.one_hot(y, probs.shape[-1])
+        probs = _log_probs(ensemble.moments(held_out.x), 1.0)[0].exp()
+        one_hot = torch.nn.functional.one_hot(held_out.y, probs.shape[-1])
         return (probs - one_hot).square().sum(-1)
 
-    def _calibrate(self, y: Tensor, ensemble: Ensemble, moments: FunctionMoments) -> None:
-        """Choose the temperature of a fine grid under which held-out labels are most probable."""
-        temperatures = torch.logspace(-1, 1, 41).tolist()
-        losses = [
-            -_log_probs(moments, t)[0].gather(-1, y.unsqueeze(-1)).mean() for t in temperatures
-        ]
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
+        """The temperature of a fine grid under which held-out labels are most probable.
+
+        One more row is counted in, which has every class with the same probability. Without it a
+        few rows that are all predicted rightly would ask for certainty.
+        """
+        moments = ensemble.moments(held_out.x)
+        shares = held_out.weights / held_out.weights.sum()
+        num_rows = effective_number(held_out.weights)
+        temperatures, losses = torch.logspace(-1, 1, 41).tolist(), []
+        for temperature in temperatures:
+            log_probs, _ = _log_probs(moments, temperature)  # (E, n, K)
+            at_label = log_probs.gather(-1, held_out.y.unsqueeze(-1)).squeeze(-1)
+            losses.append(-(shares * (num_rows * at_label + log_probs.mean(-1))).sum())
         self.calibration_ = temperatures[int(torch.stack(losses).argmin())]
 
     def predict_dist(self, X: Any) -> ClassMixture:

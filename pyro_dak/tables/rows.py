@@ -1,12 +1,23 @@
 """Rows to train on: which of them are held out, and the settings that follow from their number."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FEW_ROWS", "Rows", "default_batch_size", "default_epochs", "held_out_rows", "without"]
+__all__ = [
+    "FEW_ROWS",
+    "Rows",
+    "default_batch_size",
+    "default_epochs",
+    "effective_number",
+    "held_out_rows",
+    "rows_kept_apart",
+    "share_kept_apart",
+    "without",
+]
 
 # With fewer rows than this, one held-out part is too small to calibrate on, so several are used.
 FEW_ROWS = 2000
@@ -30,6 +41,12 @@ def default_batch_size(num_rows: int) -> int:
 def default_epochs(num_rows: int) -> int:
     """200 epochs up to 10,000 rows, then fewer with the square root of the rows; at least 10."""
     return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
+
+
+def effective_number(weights: Tensor) -> float:
+    """How many rows of equal weight say as much: (sum w)^2 / sum w^2. Their scale is irrelevant."""
+    weights = weights.double() / weights.max().double()
+    return float(weights.sum().square() / weights.square().sum())
 
 
 def held_out_rows(
@@ -57,3 +74,39 @@ def without(rows: Rows, held_out: Tensor) -> Rows:
     weights.scatter_(1, held_out, 0.0)
     keep = (weights > 0).any(0)
     return Rows(rows.x[keep], rows.y[keep], weights[:, keep])
+
+
+def share_kept_apart(num_rows: int, fraction: float) -> float:
+    """The share of the rows for `rows_kept_apart`: `fraction`, but about 5 to 5,000 rows."""
+    return min(max(fraction, 5 / num_rows), _MAX_HELD_OUT / num_rows)
+
+
+def rows_kept_apart(rows: Rows, share: float, seed: int) -> Tensor:
+    """The numbers of about this share of the rows, chosen by what stands in them, `(n,)`.
+
+    A row is chosen, or not, whatever the other rows are and in whatever order they come. So with
+    the same seed, rows that were kept apart once are kept apart ever after. Of several equal rows
+    each is chosen by its own.
+    """
+    columns = torch.cat([part.reshape(len(part), -1).double() for part in rows[:2]], 1)
+    code = np.full(len(columns), seed, dtype=np.uint64)
+    for column in columns.cpu().numpy().T:
+        code = _mixed(code ^ np.ascontiguousarray(column).view(np.uint64))
+    order = np.argsort(code, kind="stable")
+    is_new = np.append(True, np.diff(code[order]) != 0)
+    positions = np.arange(len(code))
+    copy_number = np.empty_like(code)
+    copy_number[order] = positions - np.maximum.accumulate(np.where(is_new, positions, 0))
+    uniform = _mixed(code ^ _mixed(copy_number)) / 2.0**64
+    return torch.from_numpy(np.flatnonzero(uniform < share))
+
+
+def _mixed(code: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Numbers of 64 bits in which every bit depends on all bits of the given ones.
+
+    This is the finaliser of the generator SplitMix64.
+    """
+    code = code + np.uint64(0x9E3779B97F4A7C15)
+    code = (code ^ (code >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    code = (code ^ (code >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return code ^ (code >> np.uint64(31))

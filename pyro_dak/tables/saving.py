@@ -1,5 +1,6 @@
 """Fitted estimators on disk, without pickle: arrays as safetensors, everything else as JSON."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,31 +8,38 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import is_classifier
 
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.training.checkpoint import (
+    MAX_BYTES,
     CheckpointError,
-    check_replaceable,
+    blaming,
+    check_history,
     read_directory,
     write_directory,
 )
-from pyro_dak.training.describe import describe, rebuild
+from pyro_dak.training.describe import check_sizes, describe, rebuild
 from pyro_dak.training.plan import History
+from pyro_dak.validation import check_integer, check_path, check_positive, check_probability
 
 __all__ = ["read_estimator", "write_estimator"]
 
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
-_VALUES = "calibration_ tail_df_ mixture_factor_ is_multi_output_ n_features_in_ num_rows_seen_"
+_VALUES = (
+    "calibration_ tail_df_ mixture_factor_ is_multi_output_ n_features_in_ num_rows_seen_ "
+    "kept_apart_"
+)
 
 
 def write_estimator(
     estimator: Any, path: str | os.PathLike[str], overwrite: bool, extra: dict[str, Any] | None
 ) -> Path:
     """Write a fitted estimator to the directory `path`; `extra` is stored with it, as JSON."""
+    check_path("path", path)
     path = Path(path)
-    check_replaceable(path, overwrite)
     state = vars(estimator)
     tensors = {f"ensemble.{name}": t for name, t in estimator.ensemble_.tensors.items()}
     tensors |= {name: torch.tensor(state[name]) for name in _ARRAYS if name in state}
@@ -53,20 +61,25 @@ def write_estimator(
         },
         "extra": extra,
     }
-    write_directory(path, config, tensors)
+    write_directory(path, config, tensors, overwrite=overwrite)
     return path
 
 
 def read_estimator(
-    path: str | os.PathLike[str], classes: Mapping[str, type]
+    path: str | os.PathLike[str], classes: Mapping[str, type], max_bytes: int = MAX_BYTES
 ) -> tuple[Any, dict[str, Any] | None]:
-    """A fitted estimator of one of these classes, and the `extra` that was stored with it."""
+    """A fitted estimator of one of these classes, and the `extra` that was stored with it.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it. `max_bytes` is that of `load`.
+    """
+    check_path("path", path)
     path = Path(path)
-    config, tensors, _ = read_directory(path)
-    content = config.get("estimator")
+    config, tensors, _ = read_directory(path, max_bytes)
+    content, extra = config.get("estimator"), config.get("extra")
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a model, not an estimator; use `pyro_dak.load`.")
-    try:
+    with blaming(path / "config.json"):
         if content["name"] not in classes:
             raise ValueError(f"holds a {content['name']}, expected {' or '.join(classes)}.")
         parameters = dict(content["parameters"])
@@ -79,30 +92,62 @@ def read_estimator(
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
-                state[name] = _from_labels(content[key])
-        state["ensemble_"] = _ensemble(content["architecture"], tensors)
+                state[name] = _from_labels(content[key], max_bytes)
+        state["ensemble_"] = _ensemble(content["architecture"], tensors, max_bytes)
+        check_history(content["history"], content["best_epoch"])
         state["history_"] = History(content["history"], "finished", content["best_epoch"])
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+        _check_state(state, is_classifier(estimator))
+        if not isinstance(extra, dict | None):
+            raise TypeError("`extra` is not a dictionary.")
     vars(estimator).update(state)
-    return estimator, config.get("extra")
+    return estimator, extra
 
 
-def _ensemble(architecture: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Ensemble:
+def _ensemble(
+    architecture: dict[str, Any], tensors: dict[str, torch.Tensor], max_bytes: int
+) -> Ensemble:
     """The ensemble with the stored architecture and the stored weights."""
+    stored = {n.removeprefix("ensemble."): t for n, t in tensors.items() if n not in _ARRAYS}
+    check_sizes(architecture, {name: t.shape[1:] for name, t in stored.items()}, max_bytes)
     model, guide = rebuild(architecture)
     if not isinstance(guide, MeanFieldGuide):
         raise ValueError("the guide is not a MeanFieldGuide.")
     ensemble = Ensemble([(model, guide)])
-    stored = {n.removeprefix("ensemble."): t for n, t in tensors.items() if n not in _ARRAYS}
-    shapes, wanted = ({n: t.shape[1:] for n, t in s.items()} for s in (stored, ensemble.tensors))
-    if shapes != wanted:
+    E = len(next(iter(stored.values())))
+    wanted = {name: (E, *t.shape[1:]) for name, t in ensemble.tensors.items()}
+    if E < 1 or {name: tuple(t.shape) for name, t in stored.items()} != wanted:
         raise ValueError("the weights do not fit the architecture.")
     ensemble.tensors = {
         name: stored[name].clone().requires_grad_(tensor.requires_grad)
         for name, tensor in ensemble.tensors.items()
     }
     return ensemble
+
+
+def _check_state(state: dict[str, Any], has_classes: bool) -> None:
+    """Raise unless the parts of a fitted estimator fit each other, so that it can predict."""
+    ensemble = state["ensemble_"]
+    D = ensemble.tensors[f"{ensemble.layers[0][0]}.weight"].shape[-1]
+    C = ensemble.model.num_outputs
+    shapes = {"x_mean_": (D,), "x_scale_": (D,)}
+    shapes |= {"classes_": (C,)} if has_classes else {"y_mean_": (C,), "y_scale_": (C,)}
+    if "feature_names_in_" in state:
+        shapes["feature_names_in_"] = (D,)
+    for name, shape in shapes.items():
+        if state[name].shape != shape:
+            raise ValueError(f"`{name}` has shape {state[name].shape}, expected {shape}.")
+        if name.endswith("_scale_") and not (state[name] > 0).all():
+            raise ValueError(f"`{name}` is not positive.")
+    if state.get("kept_apart_") is not None:
+        share, seed = state["kept_apart_"]
+        check_probability("kept_apart_", share)
+        check_integer("kept_apart_", seed, minimum=0, maximum=2**32)
+    if state["n_features_in_"] != D:
+        raise ValueError(f"`n_features_in_` is {state['n_features_in_']}, expected {D}.")
+    names = ["calibration_"] if has_classes else ["calibration_", "tail_df_", "mixture_factor_"]
+    for name in names:
+        if state[name] != math.inf or name != "tail_df_":
+            check_positive(name, state[name])
 
 
 def _labels(values: Any) -> dict[str, Any] | None:
@@ -115,8 +160,12 @@ def _labels(values: Any) -> dict[str, Any] | None:
     return {"dtype": "O" if kind == "O" else values.dtype.str, "values": values.tolist()}
 
 
-def _from_labels(content: dict[str, Any]) -> np.ndarray[Any, np.dtype[Any]]:
-    dtype = np.dtype(content["dtype"])
-    if dtype.kind not in "OUiufb":
+def _from_labels(content: dict[str, Any], max_bytes: int) -> np.ndarray[Any, np.dtype[Any]]:
+    dtype, values = np.dtype(content["dtype"]), content["values"]
+    is_text = dtype.kind in "OU" and all(isinstance(value, str) for value in values)
+    is_number = dtype.kind in "iufb" and all(isinstance(v, int | float) for v in values)
+    if not (is_text or is_number):
         raise ValueError(f"labels of type {dtype} cannot be read.")
-    return np.array(content["values"], dtype=dtype)
+    if dtype.itemsize * len(values) > max_bytes:
+        raise ValueError(f"{len(values)} labels of type {dtype} are more than `max_bytes` allows.")
+    return np.array(values, dtype=dtype)

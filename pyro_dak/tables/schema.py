@@ -4,8 +4,10 @@ A `Schema` is what is learned from the columns of a training table. It is plain 
 be stored as JSON.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +17,24 @@ from pyro_dak.tables.files import TableError
 from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
-__all__ = ["Schema", "inputs", "learn_schema", "targets"]
+__all__ = ["Schema", "inputs", "learn_schema", "numbers_of_classes", "targets"]
 
 Task = Literal["classification", "regression"]
 _MISSING = "(missing)"
+# How text files write booleans, and their numbers.
+_BOOLEANS = {"True": 1.0, "TRUE": 1.0, "true": 1.0, "False": 0.0, "FALSE": 0.0, "false": 0.0}
+# The kinds of columns, by pandas's names for them, that can be used.
+_KINDS = (
+    "boolean categorical decimal empty floating integer mixed-integer mixed-integer-float string"
+).split()
+# A whole number as Python writes it, and numbers with a decimal comma or separated thousands.
+_WHOLE_NUMBER = r"0|-?[1-9][0-9]{0,18}"
+_SEPARATED = (
+    r"\s*[+-]?([0-9]+,[0-9]+([eE][+-]?[0-9]+)?"
+    r"|[0-9]{1,3}([.,'\u2019_ \u00a0\u202f])[0-9]{3}(\3[0-9]{3})*([.,][0-9]+)?)\s*"
+)
+# Text that is no name of a class among numbers: one of these, or without any letter or digit.
+_STRAY = rf"{_SEPARATED}|\W*"
 # A target of whole numbers with at most this many different values is read as classes.
 _MAX_CLASSES = 10
 # Text columns with more different values than this hold names, not categories. They are refused.
@@ -60,6 +76,11 @@ class Schema:
             pairs = {name: dict(content[name]) for name in ("medians", "categories")}
             schema = cls(**(content | pairs))
             check_choice("task", schema.task, ("regression", "classification"))
+            texts = [schema.target, *schema.with_missing, *chain(*schema.categories.values())]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("names of columns and categories must be texts")
+            if not all(isinstance(median, int | float) for median in schema.medians.values()):
+                raise TypeError("medians must be numbers")
             return schema
         except (LookupError, TypeError) as error:
             raise ValueError(f"is not the description of a table: {error}") from error
@@ -89,7 +110,7 @@ def learn_schema(
         if column.isna().all():
             raise TableError(f"column `{name}` is empty; leave it out with --drop {name!r}.")
         if name in categorical or not _looks_numeric(column, name):
-            categories[name] = sorted(_texts(column).unique())
+            categories[name] = sorted(_texts(column, name).fillna(_MISSING).unique())
             if len(categories[name]) > _MAX_CATEGORIES:
                 raise TableError(
                     f"column `{name}` has {len(categories[name])} different texts, more than "
@@ -101,37 +122,74 @@ def learn_schema(
         medians[name] = float(np.nanmedian(numbers))
         if np.isnan(numbers).any():
             with_missing.append(name)
-    return Schema(target, task or _find_task(table[target]), medians, with_missing, categories)
+    task = task or _find_task(table[target], target)
+    return Schema(target, task, medians, with_missing, categories)
 
 
-def _find_task(column: pd.Series) -> Task:
-    """Classification for text, booleans and few different whole numbers; else regression."""
-    numbers, is_text = _parsed(column)
-    if pd.api.types.is_bool_dtype(column) or is_text.any():
+def _find_task(column: pd.Series, name: str) -> Task:
+    """Classification for text, booleans and few different whole numbers; else regression.
+
+    It is an error if text stands among numbers, unless both look like names of classes.
+    """
+    if _is_boolean(column):
         return "classification"
+    numbers, is_text = _parsed(column, name)
     values = numbers.dropna().unique()
     is_whole = np.isfinite(values).all() and (values == np.round(values)).all()
-    return "classification" if is_whole and len(values) <= _MAX_CLASSES else "regression"
+    are_classes = is_whole and len(values) <= _MAX_CLASSES
+    if not is_text.any():
+        return "classification" if are_classes else "regression"
+    remedy = "Clean it, or pass --task classification if these are names of classes."
+    if len(values):
+        is_stray = is_text & (_are(_STRAY, column) if are_classes else True)
+        if is_stray.any():
+            raise TableError(
+                f"target `{name}` mixes numbers and text, first {_cell(column, is_stray)}. {remedy}"
+            )
+    elif _are(_SEPARATED, column[is_text]).all():
+        raise TableError(f"target `{name}` {_separators(column, is_text)}. {remedy}")
+    num_different = column.nunique()
+    if num_different > max(_MAX_CLASSES, 0.5 * len(column)):
+        raise TableError(
+            f"target `{name}` has {num_different} different texts in {len(column)} rows: it looks "
+            f"like names, not classes. {remedy}"
+        )
+    return "classification"
 
 
 def targets(table: pd.DataFrame, schema: Schema) -> Array:
-    """The target column: float64 for regression; labels, whole numbers or text, for classes."""
+    """The target column: float64 for regression; labels for classes.
+
+    Labels are whole numbers if all of them are written as Python writes these, so that they come
+    back as they came in. Else they are text.
+    """
     name = schema.target
     if name not in table.columns:
         raise TableError(f"has no target column `{name}`; its columns are {_list(table.columns)}.")
     column = table[name]
     if column.isna().any():
         raise TableError(
-            f"target `{name}` has {int(column.isna().sum())} missing values, the first in row "
-            f"{_first(column.isna())}; remove those rows."
+            f"target `{name}` has {int(column.isna().sum())} missing values, the first in "
+            f"{_place(column, column.isna())}; remove those rows."
         )
     if schema.task == "regression":
         return _numbers(column, name)
-    numbers, is_text = _parsed(column)
-    if not pd.api.types.is_bool_dtype(column) and not is_text.any():
-        if (numbers == np.round(numbers)).all():
-            return numbers.to_numpy().astype(np.int64)
-    return column.astype(str).to_numpy(dtype=object)
+    texts = _texts(column, name)
+    labels = texts.to_numpy(dtype=object)
+    if _are(_WHOLE_NUMBER, texts).all():
+        whole = [int(text) for text in labels]
+        if all(abs(number) < 2**63 for number in whole):
+            return np.array(whole, dtype=np.int64)
+    return labels
+
+
+def numbers_of_classes(labels: Any, classes: Any) -> Array:
+    """The place of each label among the classes, -1 for labels that are none of them.
+
+    Labels that are written otherwise, such as 1.0 for 1, are the class with the same number, if
+    there is one such class only.
+    """
+    return _codes(pd.Series(labels, dtype=object).map(str), [str(name) for name in classes])
 
 
 def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) -> pd.DataFrame:
@@ -153,70 +211,149 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
     columns += [np.isnan(numbers[name]).astype(np.float64) for name in schema.with_missing]
     names = [*schema.medians, *(f"missingindicator_{name}" for name in schema.with_missing)]
     for name, known in schema.categories.items():
-        values = _texts(table[name])
-        is_unknown = ~values.isin(known)
+        values = _texts(table[name], name).fillna(_MISSING)
+        codes = _codes(values, known)
+        is_unknown = pd.Series(codes < 0, index=values.index)
         if is_unknown.any() and not ignore_unknown:
             raise TableError(
                 f"column `{name}` has values that were not there in training: "
-                f"{_list(values[is_unknown].unique())}, the first in row {_first(is_unknown)}. "
+                f"{_list(values[is_unknown].unique())}, the first in {_place(values, is_unknown)}. "
                 "Pass --ignore-unknown to take them as none of the known ones."
             )
-        columns += [(values == category).to_numpy(dtype=np.float64) for category in known]
+        columns += [(codes == number).astype(np.float64) for number in range(len(known))]
         names += [f"{name}_{category}" for category in known]
     return pd.DataFrame(np.column_stack(columns), columns=names)
 
 
 def _looks_numeric(column: pd.Series, name: str) -> bool:
     """Whether a column holds numbers. It is an error if it mixes them with text, or holds dates."""
-    if pd.api.types.is_numeric_dtype(column):
-        return True
-    if pd.api.types.is_datetime64_any_dtype(column):
-        raise TableError(
-            f"column `{name}` holds dates; turn them into numbers, or --drop {name!r}."
-        )
+    _check_kind(column, name)
     if isinstance(column.dtype, pd.CategoricalDtype):
         return False
-    _, is_text = _parsed(column)
-    if is_text.any() and not is_text[column.notna()].all():
+    _, is_text = _parsed(column, name)
+    is_all_text = is_text[column.notna()].all()
+    remedy = f"Clean it, or pass --categorical {name!r} or --drop {name!r}."
+    if is_text.any() and not is_all_text:
         raise TableError(
-            f"column `{name}` mixes numbers and text, first {str(column[is_text].iloc[0])!r} in "
-            f"row {_first(is_text)}. Clean it, or pass --categorical {name!r} or --drop {name!r}."
+            f"column `{name}` mixes numbers and text, first {_cell(column, is_text)}. {remedy}"
         )
+    if is_text.any() and _are(_SEPARATED, column[is_text]).all():
+        raise TableError(f"column `{name}` {_separators(column, is_text)}. {remedy}")
     return not is_text.any()
 
 
 def _numbers(column: pd.Series, name: str) -> Array:
     """A column as float64, NaN where values are missing. Text and infinity are errors."""
-    numbers, is_text = _parsed(column)
+    numbers, is_text = _parsed(column, name)
     if is_text.any():
-        raise TableError(
-            f"column `{name}` must hold numbers; got {str(column[is_text].iloc[0])!r} in row "
-            f"{_first(is_text)}."
-        )
+        raise TableError(f"column `{name}` must hold numbers; got {_cell(column, is_text)}.")
     values = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
-    is_infinite = np.isinf(values)
+    is_infinite = pd.Series(np.isinf(values), index=column.index)
     if is_infinite.any():
         raise TableError(
-            f"column `{name}` has {int(is_infinite.sum())} infinite values, the first in row "
-            f"{_first(pd.Series(is_infinite))}."
+            f"column `{name}` has {int(is_infinite.sum())} infinite values, the first in "
+            f"{_place(column, is_infinite)}."
         )
     return values
 
 
-def _parsed(column: pd.Series) -> tuple[pd.Series, pd.Series]:
+def _parsed(column: pd.Series, name: str) -> tuple[pd.Series, pd.Series]:
     """A column as numbers, NaN where it has none, and whether a value is text."""
+    _check_kind(column, name)
+    if _is_boolean(column):
+        column = column.astype(object).map(lambda value: _BOOLEANS.get(str(value)))
+    elif isinstance(column.dtype, pd.CategoricalDtype):
+        column = column.astype(object)
     numbers = pd.to_numeric(column, errors="coerce")
-    return numbers, numbers.isna() & column.notna()
+    return numbers, (numbers.isna() & column.notna()).astype(bool)
 
 
-def _texts(column: pd.Series) -> pd.Series:
-    """A column as text, with a text of its own for missing values."""
-    return column.astype(object).where(column.notna(), _MISSING).map(str)
+def _is_boolean(column: pd.Series) -> bool:
+    """Whether a column holds true and false, or their names as a text file has them."""
+    if pd.api.types.is_bool_dtype(column.dtype):
+        return True
+    if pd.api.types.is_numeric_dtype(column.dtype):
+        return False
+    values = column.dropna()
+    return (
+        len(values) > 0
+        and str(values.iloc[0]) in _BOOLEANS
+        and bool(values.astype(str).isin(_BOOLEANS).all())
+    )
 
 
-def _first(is_row: pd.Series) -> int:
-    """The number of the first row that is True; the row below the header is number 1."""
-    return int(np.argmax(is_row.to_numpy())) + 1
+def _check_kind(column: pd.Series, name: str) -> None:
+    """Raise if a column of a Parquet file holds something else than numbers, text or booleans."""
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    if kind.startswith(("date", "time", "period")):
+        raise TableError(
+            f"column `{name}` holds dates or times; turn them into numbers, or --drop {name!r}."
+        )
+    if kind not in _KINDS:
+        raise TableError(
+            f"column `{name}` holds neither numbers nor text but {kind!r}; --drop {name!r}."
+        )
+
+
+def _texts(column: pd.Series, name: str) -> pd.Series:
+    """A column as text; numbers of a Parquet file as briefly as they can be written.
+
+    Missing values stay missing.
+    """
+    _check_kind(column, name)
+    return column.astype(object).map(_text, na_action="ignore")
+
+
+def _text(value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if is_whole else value)
+
+
+def _codes(values: pd.Series, known: Sequence[str]) -> Array:
+    """The place of each text among the known ones, or -1.
+
+    A text that is not there is the known one with the same number, if there is one only: programs
+    write 1 as 1.0 if another value of its column is missing.
+    """
+    codes = pd.Index(known, dtype=object).get_indexer(values.astype(object))
+    is_unknown = codes < 0
+    if is_unknown.any():
+        numbers = pd.to_numeric(pd.Series(known, dtype=object), errors="coerce")
+        numbers = numbers[np.isfinite(numbers) & ~numbers.duplicated(keep=False)]
+        places = dict(zip(numbers, numbers.index, strict=True))
+        new = pd.to_numeric(values[is_unknown], errors="coerce")
+        codes[is_unknown] = [places.get(number, -1) for number in new]
+    return codes
+
+
+def _are(pattern: str, values: pd.Series) -> pd.Series:
+    """Whether the text of each value is of a pattern."""
+    matches = re.compile(pattern).fullmatch
+    return values.map(lambda value: matches(str(value)) is not None).astype(bool)
+
+
+def _separators(column: pd.Series, is_row: pd.Series) -> str:
+    """What is wrong with numbers that have decimal commas or separated thousands."""
+    return (
+        f"has numbers with a decimal comma or with separated thousands, first "
+        f"{_cell(column, is_row)}; write them as 1.5 and 1234"
+    )
+
+
+def _cell(column: pd.Series, is_row: pd.Series) -> str:
+    """The first value in which something is so, and its place."""
+    return f"{str(column[is_row].iloc[0])!r} in {_place(column, is_row)}"
+
+
+def _place(column: pd.Series, is_row: pd.Series) -> str:
+    """The line of a text file, or the row of another table, in which something is so first.
+
+    The row below the header is number 1.
+    """
+    first = int(np.argmax(is_row.to_numpy()))
+    if column.index.name == "line":
+        return f"line {column.index[first]}"
+    return f"row {first + 1}"
 
 
 def _list(names: Any, limit: int = 8) -> str:

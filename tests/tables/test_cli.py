@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pyro_dak import DAKClassifier, DAKRegressor
+from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor
+from pyro_dak.__main__ import main
 from pyro_dak.tables.cli import app
 from pyro_dak.tables.schema import Schema, inputs
+from tests import hostile
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +25,12 @@ def _single_precision():
     torch.set_default_dtype(torch.float32)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+def run(*arguments, stdin=None):
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
 
 
-def succeed(*arguments):
-    result = run(*arguments)
+def succeed(*arguments, stdin=None):
+    result = run(*arguments, stdin=stdin)
     assert result.exit_code == 0, result.output + str(result.exception)
     return result
 
@@ -256,6 +259,31 @@ def test_existing_output_is_kept_without_force(files, tmp_path):
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+def test_output_that_cannot_be_written_is_seen_before_training(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(DAKRegressor, "fit", lambda *arguments: pytest.fail("it was trained"))
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    data = (files / "train.csv", "--target", "price", "--force", "--out")
+    fail("fit", *data, tmp_path / "file" / "model", match="is not a directory")
+    fail("fit", *data, tmp_path / "pipe", match="is a named pipe")
+    fail("fit", *data, tmp_path / "file", match="is not a saved model")
+    monkeypatch.setattr("os.access", lambda path, mode, **_: not mode & os.W_OK)
+    fail("fit", *data, tmp_path / "new" / "model", match="is not writable")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_hostile_models_are_refused_or_described(files, tmp_path):
+    def read(directory):
+        result = run("info", directory)
+        if result.exit_code == 1:
+            assert len(result.stderr.splitlines()) == 1
+            assert "--debug" not in result.stderr  # it was expected
+            raise CheckpointError(result.stderr)
+        assert result.exit_code == 0
+
+    assert hostile.failures(files / "model", tmp_path, read, seed=0, count=80) == []
+
+
 def test_force_replaces_a_model(files, tmp_path):
     out = tmp_path / "model"
     arguments = ("fit", files / "train.csv", "--out", out, "--epochs", 1, "--quiet")
@@ -408,6 +436,81 @@ def test_interrupt_is_a_failure(files, monkeypatch):
     monkeypatch.setattr("pyro_dak.tables.cli.inputs", interrupted)
     result = run("predict", files / "model", files / "new.csv")
     assert (result.exit_code, result.stderr) == (1, "Interrupted.\n")
+
+
+def test_tables_go_through_standard_input_and_output(files, tmp_path):
+    train, new = ((files / name).read_bytes() for name in ("train.csv", "new.csv"))
+    out = ("--out", tmp_path / "model")
+    succeed("fit", "-", "--target", "price", *out, "--epochs", 2, "--quiet", stdin=train)
+    expected = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
+    for options in ((), ("--out", "-")):
+        arguments = ("predict", tmp_path / "model", "-", *options, "--quiet")
+        assert succeed(*arguments, stdin=new).stdout == expected
+    arguments = (files / "model", "--quiet")
+    scores = succeed("evaluate", files / "model", "-", "--quiet", stdin=train).stdout
+    assert scores == succeed("evaluate", files / "model", files / "train.csv", "--quiet").stdout
+    result = run("predict", files / "model", "-", stdin=b"a,b\n1\n")
+    assert result.stderr.startswith("Error: standard input: cannot be read as CSV")
+    fail("fit", "-", "--target", "y", "--out", "-", code=2, match="--out")
+    fail("evaluate", files / "model", "-", "--plot", "-", code=2, match="--plot")
+
+
+def test_json_has_null_where_a_score_is_no_number(files, tmp_path):
+    table().assign(price=1.0).to_csv(tmp_path / "t.csv", index=False)
+    text = succeed("evaluate", files / "model", tmp_path / "t.csv", "--json").stdout
+    assert json.loads(text, parse_constant=pytest.fail)["r2"] is None
+
+
+def test_no_terminal_obeys_what_stands_in_files(tmp_path):
+    name = "pri\x1b[31mce\x07\u202e"
+    frame = table().rename(columns={"price": name})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    out = tmp_path / "mo\x1b[2Jdel"
+    arguments = ("fit", tmp_path / "t.csv", "--out", out, "--epochs", 1, "--target")
+    shown = [succeed(*arguments, name).stderr, succeed("info", out).stdout]
+    shown.append(fail("predict", out, tmp_path / "\x1bnone.csv").stderr)
+    frame.drop(columns="a").to_csv(tmp_path / "new.csv", index=False)
+    shown.append(
+        fail("predict", out, tmp_path / "new.csv", match=r"pri\x1b[31mce\x07\u202e").stderr
+    )
+    for text in shown:
+        assert all(c.isprintable() or c == "\n" for c in text)
+
+
+def test_labels_of_a_table_to_evaluate_may_be_written_otherwise(tmp_path):
+    frame = table().assign(price=["0", "1"] * 30)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    out = tmp_path / "model"
+    succeed("fit", tmp_path / "t.csv", "--target", "price", "--out", out, "--epochs", 1, "--quiet")
+    expected = succeed("evaluate", out, tmp_path / "t.csv", "--json").stdout
+    frame.assign(price=["0.0", "1.0"] * 30).to_csv(tmp_path / "t.csv", index=False)
+    assert succeed("evaluate", out, tmp_path / "t.csv", "--json").stdout == expected
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(files, tmp_path):
+    pd.concat([table()] * 100).to_csv(tmp_path / "many.csv", index=False)
+    arguments = [
+        sys.executable,
+        "-m",
+        "pyro_dak",
+        "predict",
+        files / "model",
+        tmp_path / "many.csv",
+    ]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"mean,std,lower,upper\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_an_interrupt_of_the_start_is_a_failure(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    with pytest.raises(SystemExit, match=r"^Interrupted\.$"):
+        main()
 
 
 def test_missing_packages_are_named_without_traceback():

@@ -148,6 +148,20 @@ def test_members_go_back_to_their_best_only_if_the_end_is_clearly_worse():
     assert history.status == "finished"
 
 
+def test_members_that_share_one_row_of_scores_go_back_together():
+    ensemble = Ensemble([member(seed) for seed in range(2)])
+    x, y = data()
+    seen = []
+
+    def score_fn():
+        seen.append(ensemble.tensors["guide.mu_loc"].detach().clone())
+        return (len(seen) - 2.0) ** 2 + 0.01 * torch.linspace(-1, 1, 50).unsqueeze(0)  # best at 2
+
+    history = train(ensemble, Rows(x, y, torch.ones(30)), ensemble_plan(4, 10), score_fn)
+    assert_close(ensemble.tensors["guide.mu_loc"].detach(), seen[1])
+    assert history.best_epoch == 2
+
+
 def test_training_stops_when_all_members_have_long_been_worse():
     ensemble = Ensemble([member(0)])
     x, y = data()

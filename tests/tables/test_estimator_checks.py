@@ -33,7 +33,6 @@ def _single_precision():
 @parametrize_with_checks(
     [DAKRegressor(**SMALL), DAKClassifier(**SMALL)],
     expected_failed_checks=lambda estimator: EXPECTED_FAILURES,
-    xfail_strict=True,
 )
 def test_scikit_learn_check(estimator, check):
     check(estimator)

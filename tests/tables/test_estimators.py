@@ -173,11 +173,18 @@ def test_labels_outside_the_classes_of_the_first_call_are_refused():
         ({"validation_fraction": 1.0}, "`validation_fraction` must lie strictly between"),
         ({"weight_decay": -1.0}, "`weight_decay` must not be negative"),
         ({"hidden_layer_sizes": ()}, "`hidden_layer_sizes` must hold at least one"),
+        ({"hidden_layer_sizes": 8}, "`hidden_layer_sizes` must be a tuple of widths"),
+        ({"hidden_layer_sizes": "ab"}, "`hidden_layer_sizes` must be an integer"),
+        ({"learning_rate": None}, "`learning_rate` must be a real number"),
+        ({"heteroscedastic": "no"}, "`heteroscedastic` must be True or False; got 'no'"),
+        ({"refit": "no"}, "`refit` must be True or False; got 'no'"),
+        ({"early_stopping": None}, "`early_stopping` must be True or False; got None"),
+        ({"device": "moon"}, "`device` must be 'auto', 'cpu', 'cuda' or another"),
     ],
 )
-def test_wrong_parameters_are_named_at_fit(options, match):
+def test_wrong_parameters_are_named_at_fit(options, match, no_type_checker):
     X, y = regression(50)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         regressor(**options).fit(X, y)
 
 

@@ -98,3 +98,26 @@ def test_mixture_factor_is_one_for_one_member_or_without_overlap():
     y, var = np.random.default_rng(0).standard_normal((2, 8, 1)), np.ones((2, 8, 1))
     assert mixture_factor(y, 0 * y, var, 4, math.inf, size=1) == 1
     assert mixture_factor(y, 0 * y, var, 0, math.inf, size=2) == 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_rows_with_weights_calibrate_as_so_many_rows_do(size):
+    rng = np.random.default_rng(0)
+    y, mean = rng.standard_normal((2, 4, 200, 2))
+    var = rng.uniform(0.5, 2, (4, 200, 2))
+    weights = np.where(np.arange(200) % 2 == 0, 2.0, 1e-12)
+    used = [part[:, ::2] for part in (y, mean, var)]
+    expected = calibrate(*used, size, overlap=100)
+    found = calibrate(y, mean, var, size, np.tile(weights, (4, 1)), overlap=200)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_few_residuals_have_no_normal_tails():
+    """With a scale that is known from n residuals, the next one has a t with n degrees."""
+    rng, covered = np.random.default_rng(0), []
+    for _ in range(2000):
+        scale2, df = fit_student(rng.standard_normal(10))
+        assert df <= 10
+        limit = math.sqrt(scale2) * stats.t(df).ppf(0.975)
+        covered.append(stats.norm.cdf(limit) - stats.norm.cdf(-limit))
+    assert np.mean(covered) > 0.93

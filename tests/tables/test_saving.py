@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor
+from tests import hostile
+from tests.training.runs import edit_config
 
 
 def regression(num_rows, seed=0):
@@ -89,3 +91,51 @@ def test_labels_keep_their_type_and_others_are_refused(tmp_path):
     model.classes_ = np.unique(dates)
     with pytest.raises(ValueError, match="cannot be stored; use strings or numbers"):
         model.save(tmp_path / "dates")
+
+
+def test_hostile_regressors_are_refused_or_predict(fitted, tmp_path):
+    path, X = fitted.save(tmp_path / "model"), regression(5)[0]
+
+    def read(directory):
+        assert DAKRegressor.load(directory).set_params(device="cpu").predict(X).shape == (5,)
+
+    assert hostile.failures(path, tmp_path, read, seed=0, count=80) == []
+
+
+def test_hostile_classifiers_are_refused_or_predict(tmp_path):
+    X, y = regression(40)
+    options = {"hidden_layer_sizes": (8,), "num_units": 2, "epochs": 1, "progress": False}
+    path = DAKClassifier(2, **options).fit(X, y > 100).save(tmp_path / "model")
+
+    def read(directory):
+        labels = DAKClassifier.load(directory).set_params(device="cpu").predict(X)
+        assert labels.shape == (40,)
+
+    assert hostile.failures(path, tmp_path, read, seed=0, count=80) == []
+
+
+@pytest.mark.parametrize(("edit", "match"), [
+    (lambda content: content["architecture"]["model"].update(num_units=10**8), "size mismatch"),
+    (lambda content: content["architecture"]["model"].update(num_outputs=10**8), "the guide has"),
+    (lambda content: content["values"].update(n_features_in_=4), "`n_features_in_` is 4, exp"),
+    (lambda content: content["values"].update(calibration_=-1.0), "`calibration_` must be pos"),
+    (lambda content: content["values"].pop("tail_df_"), "has no 'tail_df_'"),
+    (lambda content: content["values"].update(kept_apart_=[7, 0]), "`kept_apart_` must lie"),
+    (lambda content: content["values"].update(kept_apart_="a"), "not enough values"),
+    (lambda content: content.update(best_epoch=10**6), "`best_epoch` must be between"),
+    (lambda content: content.update(history=[{"loss": "x"}]), "the history is not a list of rows"),
+    (lambda content: content.update(feature_names={"dtype": "O", "values": ["a"]}), "has shape"),
+    (lambda content: content.update(classes={"dtype": "<U400000000", "values": ["a"] * 9}), "more"),
+    (lambda content: content.update(classes={"dtype": "M8[s]", "values": [1]}), "cannot be read"),
+])  # fmt: skip
+def test_a_config_that_does_not_fit_the_weights_is_refused(fitted, tmp_path, edit, match):
+    path = fitted.save(tmp_path / "model")
+    edit_config(path, lambda config: edit(config["estimator"]))
+    with pytest.raises(CheckpointError, match=rf"(?s)config\.json: .*{match}"):
+        DAKRegressor.load(path)
+
+
+def test_files_of_estimators_stay_within_the_budget(fitted, tmp_path):
+    path = fitted.save(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="Pass a larger `max_bytes`"):
+        DAKRegressor.load(path, max_bytes=1000)
