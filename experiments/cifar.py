@@ -96,7 +96,7 @@ PRESETS = {
 def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: Any) -> Job:
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
-    has_units = model not in ("nn", "dak_features")
+    has_units = model not in (*images.PLAIN, "dak_features")
     options: dict[str, Any] = {"num_units": chosen.num_units[dataset]} if has_units else {}
     if model != "nn":
         recipe = replace(recipe, **chosen.last_layer)

@@ -179,13 +179,15 @@ def last_layer(model: DAK) -> DAK:
 def fit_guides(
     problem: Problem, effort: Effort, seed: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Every guide of the board, trained on the cached unit inputs, and its seconds."""
+    """Every guide of the board that `fit` trains, on the cached unit inputs, and its seconds."""
     head = last_layer(problem.model)
     num_weights = head.num_functions * head.layer.num_weights
     h = cached_inputs(problem.model, problem.x)
     y = problem.y.double() if problem.y.is_floating_point() else problem.y
     fitted, seconds = {}, {}
     for name in guides.names():
+        if name == "natural":  # it has no parameters; `NaturalVI` updates it
+            continue
         tell(f"guide {name}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)

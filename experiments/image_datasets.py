@@ -1,6 +1,7 @@
 """Image data sets by name: from a data directory, else downloaded once and verified.
 
-MNIST and Fashion-MNIST are read from their gzipped idx files; CIFAR from the subsets `NAME_subset
+MNIST and Fashion-MNIST are read from their gzipped idx files (`fashion` is the 10,000 images of its
+test part alone, of which 2,000 are for testing); CIFAR from the subsets `NAME_subset
 .npz` in the data directory (10,000 training and 2,000 test images) or, in full, through
 torchvision; digits come with scikit-learn.
 """
@@ -23,7 +24,7 @@ from pyro_dak.validation import check_choice
 
 __all__ = ["IMAGE_SETS", "Images", "load_images", "read_idx"]
 
-IMAGE_SETS = ("cifar10", "cifar100", "digits", "mnist")
+IMAGE_SETS = ("cifar10", "cifar100", "digits", "fashion", "mnist")
 _MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
 _FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 _CIFAR_MEAN = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -53,6 +54,11 @@ _IDX = {
         "FashionMNIST/raw/t10k-images-idx3-ubyte.gz",
         _FASHION_URL,
         "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    ),
+    "fashion-y_test": (
+        "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz",
+        _FASHION_URL,
+        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     ),
 }
 _SUBSETS = {
@@ -111,6 +117,8 @@ def load_images(name: str, data_root: str | Path | None = None, full: bool = Fal
         return _load_digits()
     if name == "mnist":
         return _load_mnist(data_root)
+    if name == "fashion":
+        return _load_fashion(data_root)
     other = "cifar100" if name == "cifar10" else "cifar10"
     parts = _cifar_parts(name, data_root, full)
     x_ood = _pixels(_cifar_parts(other, data_root, full)["x_test"])
@@ -150,25 +158,31 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(values.copy())
 
 
+def _idx(name: str, data_root: str | Path | None) -> Tensor:
+    """One of the idx files: images in [0, 1], `(N, 1, 28, 28)`, or labels."""
+    relative, address, sha256 = _IDX[name]
+    url = f"{address}/{Path(relative).name}"
+    values = read_idx(find_file(relative, sha256, url, data_root))
+    return values.long() if "-y_" in name else values.unsqueeze(1).float() / 255
+
+
 def _load_mnist(data_root: str | Path | None) -> Images:
-    parts = {}
-    for name, (relative, address, sha256) in _IDX.items():
-        url = f"{address}/{Path(relative).name}"
-        parts[name] = read_idx(find_file(relative, sha256, url, data_root))
-    return Images(
-        _grey(parts["mnist-x_train"]),
-        parts["mnist-y_train"].long(),
-        _grey(parts["mnist-x_test"]),
-        parts["mnist-y_test"].long(),
-        _grey(parts["fashion-x_test"]),
-        10,
-        (0.1307,),
-        (0.3081,),
-    )
+    names = ("mnist-x_train", "mnist-y_train", "mnist-x_test", "mnist-y_test", "fashion-x_test")
+    return Images(*(_idx(name, data_root) for name in names), 10, (0.1307,), (0.3081,))
 
 
-def _grey(x: Tensor) -> Tensor:
-    return x.unsqueeze(1).float() / 255
+def _load_fashion(data_root: str | Path | None) -> Images:
+    """8,000 images to train on and 2,000 to test on; digits are the others."""
+    x, y = (_idx(name, data_root) for name in ("fashion-x_test", "fashion-y_test"))
+    return replace(_split(x, y), x_ood=_idx("mnist-x_test", data_root))
+
+
+def _split(x: Tensor, y: Tensor) -> Images:
+    """Ten classes of grey images without a split of their own: a random fifth is for testing."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    test, train = order[: len(x) // 5], order[len(x) // 5 :]
+    mean, std = float(x[train].mean()), float(x[train].std())
+    return Images(x[train], y[train], x[test], y[test], None, 10, (mean,), (std,))
 
 
 def _pixels(x: Tensor) -> Tensor:
@@ -226,13 +240,10 @@ def _cifar_archive(name: str, root: str | Path | None) -> dict[str, Tensor]:
 
 
 def _load_digits() -> Images:
-    """Digits of scikit-learn, 8 x 8; a fifth of them for testing. Inverted ones are the others."""
+    """Digits of scikit-learn, 8 x 8. Inverted test images are the others."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     x = torch.from_numpy(data.images).float().unsqueeze(1) / 16
-    y = torch.from_numpy(data.target).long()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    test, train = order[: len(x) // 5], order[len(x) // 5 :]
-    mean, std = float(x[train].mean()), float(x[train].std())
-    return Images(x[train], y[train], x[test], y[test], 1 - x[test], 10, (mean,), (std,))
+    images = _split(x, torch.from_numpy(data.target).long())
+    return replace(images, x_ood=1 - images.x_test)

@@ -33,11 +33,12 @@ from pyro_dak.diagnostics.scores import (
     expected_calibration_error,
 )
 from pyro_dak.prediction import ClassPrediction
-from pyro_dak.training.checkpoint import Checkpoints, read_directory
+from pyro_dak.training.checkpoint import Checkpoints
 
 __all__ = [
     "HEADLINE",
     "NUM_BINS",
+    "PLAIN",
     "draw",
     "make_job",
     "remove_checkpoints",
@@ -48,6 +49,8 @@ __all__ = [
 ]
 
 NUM_BINS = 15
+# Networks without a posterior.
+PLAIN = ("nn", "nn_bn")
 HEADLINE = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE", "epoch_seconds": "s/epoch"}
 _NUM_HELD_OUT = 2000
 _MISSING = "—"
@@ -188,7 +191,7 @@ def load_job_images(job: Job, data_root: str | None = None) -> Images:
 def load_features(features: nn.Module, directory: Path) -> None:
     """Give a feature extractor the weights it has in the checkpoints of an `ImageBaseline`."""
     prefix = "model.0."  # features are the first of the modules that such a run keeps
-    tensors = read_directory(Checkpoints.newest(directory)).tensors
+    tensors = Checkpoints.read_newest(directory).contents.tensors
     features.load_state_dict(
         {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     )
@@ -209,7 +212,7 @@ def run(
     ood = None if images.x_ood is None else model.predict(images.x_ood)
     metrics = score(model.predict(images.x_test), images.y_test, ood)
     metrics |= {
-        "elbo": None if job.model == "nn" else curve.rows[-1]["elbo_per_datum"],
+        "elbo": None if job.model in PLAIN else curve.rows[-1]["elbo_per_datum"],
         "epoch_seconds": statistics.median(model.epoch_seconds) if model.epoch_seconds else None,
         "parameters": model.num_parameters,
         "parameters_added": model.num_added,
@@ -275,7 +278,7 @@ class Key(NamedTuple):
     @property
     def place(self) -> tuple[Any, ...]:
         """Where the rows stand in the table."""
-        order = [*paper.MODELS.values(), "dak_jensen", "dak_features"]
+        order = ["nn", "nn_bn", *paper.MODELS.values(), "dak_jensen", "dak_features"]
         position = order.index(self.model) if self.model in order else len(order)
         return self.preset, self.batch_size, position, self.epochs, self.pretrained_epochs or 0
 
@@ -404,7 +407,7 @@ def _draw_curves(path: Path, dataset: str, summaries: Summaries) -> Path:
             values = [factor * value for value in s[f"curve_{name}"]]
             axis.semilogy(range(1, len(values) + 1), values, color=f"C{color}", label=key.label)
             axis.set_ylabel(title)
-        if key.model != "nn":
+        if key.model not in PLAIN:
             loss = [-value for value in s["curve_elbo_per_datum"]]
             axes[2].semilogy(range(1, len(loss) + 1), loss, color=f"C{color}")
     axes[2].set_ylabel("-ELBO per datum")

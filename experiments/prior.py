@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.runs import DRAFTS
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
+from pyro_dak.training.files import write_whole
 
 LENGTHSCALE = 0.5
 INK, MUTED, SHADE = "#24292f", "#6e7781", "#f1f4f8"
@@ -96,7 +97,8 @@ def draw(out: Path, is_quick: bool) -> None:
         draw_samples(axes[1], 8, num_points)
         draw_variance(axes[2], (1, 2, 4), num_points)
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=80 if is_quick else 160)
+        options = {"format": out.suffix.removeprefix(".") or "png", "dpi": 80 if is_quick else 160}
+        write_whole(out, lambda temporary: figure.savefig(temporary, **options))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -36,6 +36,7 @@ from experiments.runs import (
     scores_by_model,
     write_text,
 )
+from pyro_dak.training.files import write_whole
 
 __all__ = [
     "Section",
@@ -100,7 +101,8 @@ def save_figure(figure: Any, path: Path, is_tight: bool = True) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_tight:
         figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    kind = path.suffix.removeprefix(".")
+    write_whole(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=110))
     plt.close(figure)
     return path
 

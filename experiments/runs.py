@@ -23,6 +23,7 @@ import typer
 
 from experiments import screen
 from models.shared.recipe import Recipe
+from pyro_dak.training.files import write_whole
 
 __all__ = [
     "DRAFTS",
@@ -164,9 +165,7 @@ def start(main: Callable[..., None]) -> None:
 def write_text(path: Path, text: str) -> Path:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_whole(path, lambda temporary: temporary.write_text(text))
     return path
 
 

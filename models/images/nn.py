@@ -10,18 +10,16 @@ from pyro_dak.additive.gaussian import FunctionMoments
 
 
 class NeuralNetwork(ImageBaseline):
-    """y ~ softmax(linear(features)). There is no epistemic uncertainty.
-
-    The linear output counts as network, so that weight decay acts on it.
-    """
+    """y ~ softmax of the last layer's output. There is no epistemic uncertainty."""
 
     def terms(self, h: Tensor, y: Tensor, num_data: int) -> Terms:
         """The cross entropy; there is no prior, so the KL is 0."""
-        loss = nn.functional.cross_entropy(h, y)
+        loss = nn.functional.cross_entropy(self.last_layer(h), y)
         return Terms(loss, -loss, torch.zeros_like(loss))
 
     def latent_moments(self, h: Tensor) -> FunctionMoments:
-        return FunctionMoments(h, torch.zeros_like(h))
+        logits = self.last_layer(h)
+        return FunctionMoments(logits, torch.zeros_like(logits))
 
     @property
     def num_draws(self) -> int:
@@ -31,7 +29,7 @@ class NeuralNetwork(ImageBaseline):
 def build(
     features: nn.Module, feature_dim: int, num_classes: int, recipe: Recipe = IMAGE_RECIPE
 ) -> NeuralNetwork:
-    """A linear output on the features."""
+    """A linear output on the features; it counts as network, so that weight decay acts on it."""
     with seeded(recipe.seed):
         output = nn.Linear(feature_dim, num_classes)
     return NeuralNetwork(features, output, nn.Identity(), num_classes, recipe)

@@ -80,7 +80,8 @@ def train(
     """Minimise the loss, with the batches, schedule, optimiser and clipping of `pyro_dak.fit`.
 
     The modules are left in eval mode. A run goes on from the newest checkpoint in
-    `checkpoint_dir` if there is one.
+    `checkpoint_dir` if there is one. Ctrl-C and SIGTERM stop it after a whole step, with a
+    checkpoint, and raise a KeyboardInterrupt, so that no half-trained model is recorded.
 
     Args:
         loss: the loss with its modules.
@@ -98,10 +99,9 @@ def train(
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir)
     with seeded(recipe.seed, recipe.device):
         run = Run(loss, data, Plan(**options), None, checkpoints, _fabric(places))
-        if "resume_from" in resume_options(checkpoint_dir):
-            assert checkpoint_dir is not None
+        if checkpoint_dir is not None and Checkpoints.named(checkpoint_dir):
             run.resume(checkpoint_dir)
-        history = run.run(callbacks, progress, catch_interrupt=True)
+        history = run.run(callbacks, progress, on_interrupt="raise")
     loss.eval()
     return history
 
@@ -118,8 +118,5 @@ def _fabric(places: dict[str, Any]) -> Any:
 
 
 def resume_options(directory: Path | None) -> dict[str, Path]:
-    """`checkpoint_dir` and, where it holds a checkpoint already, `resume_from` for `fit`."""
-    if directory is None:
-        return {}
-    options = {"checkpoint_dir": directory}
-    return options | ({"resume_from": directory} if Checkpoints.found(directory) else {})
+    """The options with which `fit` keeps checkpoints in a directory and goes on from them."""
+    return {} if directory is None else {"checkpoint_dir": directory, "resume_from": directory}

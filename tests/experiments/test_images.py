@@ -258,6 +258,26 @@ def test_idx_files_are_read_as_written(tmp_path):
     assert torch.equal(read_idx(path), torch.from_numpy(array))
 
 
+def test_fashion_is_split_and_the_digits_are_its_strange_images(tmp_path, monkeypatch):
+    arrays = {
+        "fashion-x_test": numpy.arange(10 * 784).reshape(10, 28, 28) % 256,
+        "fashion-y_test": numpy.arange(10),
+        "mnist-x_test": numpy.full((3, 28, 28), 255),
+    }
+    for name, array in arrays.items():
+        content = gzip.compress(idx_bytes(array.astype(numpy.uint8)))
+        relative, url, _ = image_datasets._IDX[name]
+        path = tmp_path / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        sha256 = hashlib.sha256(content).hexdigest()
+        monkeypatch.setitem(image_datasets._IDX, name, (relative, url, sha256))
+    loaded = load_images("fashion", tmp_path)
+    assert loaded.x_train.shape == (8, 1, 28, 28)
+    assert sorted([*loaded.y_train.tolist(), *loaded.y_test.tolist()]) == list(range(10))
+    assert torch.equal(loaded.x_ood, torch.ones(3, 1, 28, 28))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "short", "float", "empty"])
 def test_damaged_idx_files_are_named(damage, tmp_path):
     array = numpy.arange(240, dtype=numpy.uint8).reshape(20, 12)

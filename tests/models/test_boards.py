@@ -7,7 +7,14 @@ from torch.testing import assert_close
 
 import guides
 import models
-from pyro_dak import DAK, FullRankGuide, LowRankGuide, MeanFieldGuide, UnitBlockGuide
+from pyro_dak import (
+    DAK,
+    FullRankGuide,
+    LowRankGuide,
+    MeanFieldGuide,
+    NaturalGuide,
+    UnitBlockGuide,
+)
 from pyro_dak.boards import Board
 from tests import scenarios
 
@@ -16,6 +23,7 @@ KINDS = {
     "unit_block": UnitBlockGuide,
     "low_rank": LowRankGuide,
     "full_rank": FullRankGuide,
+    "natural": NaturalGuide,
     "auto_normal": AutoNormal,
     "flow": AutoIAFNormal,
     "map": AutoDelta,

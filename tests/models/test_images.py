@@ -19,7 +19,7 @@ from pyro_dak.additive.gaussian import FunctionMoments
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-NAMES = ("avdkl", "dak_features", "dak_jensen", "dak_mc", "nn", "nn_svgp", "svdkl")
+NAMES = ("avdkl", "dak_features", "dak_jensen", "dak_mc", "nn", "nn_bn", "nn_svgp", "svdkl")
 SMALL = {"nn_svgp": {"num_inducing": 8}, "avdkl": {"num_inducing": 4}, "svdkl": {"grid_size": 8}}
 RECIPE = dataclasses.replace(IMAGE_RECIPE, epochs=2, batch_size=16, num_samples_test=30)
 
@@ -52,7 +52,7 @@ def small_network():
 
 
 def build(name, recipe=RECIPE, **options):
-    has_units = name not in ("nn", "dak_features")
+    has_units = name not in ("nn", "nn_bn", "dak_features")
     options = SMALL.get(name, {}) | ({"num_units": 4} if has_units else {}) | options
     return models.images.build(name, small_network(), 6, 3, recipe=recipe, **options)
 
@@ -352,3 +352,14 @@ def test_settings_that_explain_the_counts_of_gpytorch_models_in_table_3(dataset,
     *_, svdkl_added, svgp_added = TABLE_3[dataset]
     assert svdkl / 1e6 == pytest.approx(svdkl_added, abs=0.012)
     assert svgp / 1e6 == pytest.approx(svgp_added, abs=0.012)
+
+
+def test_the_fair_opponent_standardises_its_features_and_has_a_rate_for_its_output():
+    x, _ = images()
+    model = build("nn_bn")
+    network, output = model.training_loss().parameter_groups()
+    assert [tuple(p.shape) for p in output] == [(3, 6), (3,)]
+    assert len(network) == len([*small_network().parameters()]) + 2
+    h = model.embedding(model.features(x))
+    assert_close(h.mean(0), torch.zeros(6), rtol=0, atol=1e-5)
+    assert_close(h.var(0, correction=0), torch.ones(6), rtol=1e-2, atol=0)
