@@ -6,7 +6,7 @@ VENV := $(or $(PYRO_DAK_VENV),.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all docs report lint bench clean
+.PHONY: setup demo test test-all test-lowest attack docs report lint bench clean
 
 setup: $(if $(PYRO_DAK_VENV),,$(STAMP))
 
@@ -25,6 +25,14 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
+
+# Needs minutes, a Python 3.11 and a few GB: the lowest versions that pyproject.toml names.
+test-lowest: setup
+	$(BIN)/python tests/scripts/lowest.py $(LOWEST)
+
+# Minutes of attacks on what docs/reliability.md promises; ATTACK="--only kills --kills 50".
+attack: setup
+	$(BIN)/python -m tests.attack $(ATTACK)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
