@@ -23,20 +23,32 @@ from pyro_dak import (
     HeteroscedasticLikelihood,
     LaplaceKernel,
     MeanFieldGuide,
+    NaturalGuide,
+    NormalPrior,
 )
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.scaling import Standardize
+from pyro_dak.inference.guides import GaussianGuide
+from pyro_dak.inference.guides.natural import Covariance
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction import ClassPrediction, Prediction
 from pyro_dak.training.loop import DAKLoss
+from pyro_dak.training.natural import build_learner
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_positive
 
-__all__ = ["DAKBaseline", "DAKOnImages", "DAKOnTables", "build_on_images", "build_on_tables"]
+__all__ = [
+    "DAKBaseline",
+    "DAKOnImages",
+    "DAKOnTables",
+    "build_natural_on_images",
+    "build_on_images",
+    "build_on_tables",
+]
 
 
 class DAKBaseline(Baseline):
-    """A DAK with its mean-field guide, trained by `pyro_dak.fit`.
+    """A DAK with its guide, trained by `pyro_dak.fit`.
 
     Args:
         model: the model.
@@ -49,7 +61,7 @@ class DAKBaseline(Baseline):
     def __init__(
         self,
         model: DAK,
-        guide: MeanFieldGuide,
+        guide: GaussianGuide,
         objective: ELBO,
         recipe: Recipe,
         residual_variance: bool,
@@ -67,7 +79,7 @@ class DAKBaseline(Baseline):
         return self.model, self.guide
 
     def training_loss(self, compile: bool = False) -> DAKLoss:
-        return DAKLoss(self.model, self.guide, self.objective, compile=compile)
+        return build_learner(self.model, self.guide, self.objective, compile=compile)
 
     def train(
         self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None
@@ -245,6 +257,41 @@ def build_on_images(
         _set_unit_scale(model, unit_scale)
     parts = (model, guide, objective, recipe, residual_variance)
     return DAKOnImages(*parts, method=method)
+
+
+def build_natural_on_images(
+    objective: ELBO,
+    features: nn.Module,
+    feature_dim: int,
+    num_classes: int,
+    recipe: Recipe,
+    num_units: int | None = None,
+    level: int = 2,
+    covariance: Covariance = "shared",
+    linear_term: bool = True,
+    prior_scale: float = 3.0,
+    residual_variance: bool = False,
+) -> DAKOnImages:
+    """A DAK with a `NaturalGuide`; the options are described in `models/images/dak_natural.py`.
+
+    With r(h) of 3 standard deviations at the bounds, a linear weight of scale 3 has slope sigma_p
+    per standard deviation of its unit, as much as the process of the unit varies.
+    """
+    with seeded(recipe.seed):
+        model = DAK(
+            features,
+            feature_dim,
+            num_units or feature_dim,
+            num_classes,
+            level,
+            likelihood=CategoricalLikelihood(),
+            embedding=num_units is not None,
+            prior={"linear": NormalPrior(scale=3.0)} if linear_term else None,
+            linear_term=linear_term,
+        )
+        _set_unit_scale(model, prior_scale / math.sqrt(model.num_units))
+        guide = NaturalGuide(model, covariance)
+    return DAKOnImages(model, guide, objective, recipe, residual_variance, method="mc")
 
 
 @torch.no_grad()

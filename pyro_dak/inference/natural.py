@@ -22,6 +22,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
+from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_kind, check_positive, check_tensor
 
@@ -74,15 +75,34 @@ def batch_sums(
     with own_precision(h):
         h = h.detach().to(model.layer.log_unit_scale.dtype)
         derivatives = likelihood.expected_derivatives(y, moments)
-        return guide.row_sums(model.layer, h, derivatives, likelihood.coupling)
+        sums = guide.row_sums(model.layer, h, derivatives, likelihood.coupling)
+        if likelihood.closed_noise is None:
+            return sums
+        return sums._replace(squares=likelihood.expected_squares(y, moments))
+
+
+@torch.no_grad()
+def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: float) -> None:
+    """Move a noise variance in closed form towards the best one of a batch, if there is one.
+
+    The batch is a `share` of all that q knows, so that the variance is an average over the same
+    rows, with the same weights, as q.
+    """
+    parameter = likelihood.closed_noise
+    if parameter is None or sums.squares is None:
+        return
+    best = (sums.squares / num_rows).to(parameter.dtype)
+    variance = torch.lerp((2 * parameter).exp(), best, share)
+    parameter.copy_(0.5 * variance.clamp(min=torch.finfo(variance.dtype).tiny).log())
 
 
 class NaturalVI:
     """Variational inference like Pyro's `SVI`, in which q moves by natural gradients.
 
     Each step computes the unit inputs once. q takes a natural-gradient step, whose length needs no
-    tuning (see `rates`), and the network, the scales of the units and the noise follow the
-    gradient of the expected log-likelihood, on which alone they act.
+    tuning (see `rates`), and the network and the scales of the units follow the gradient of the
+    expected log-likelihood, on which alone they act. So does the noise, unless its best value is
+    closed, as for `GaussianLikelihood`: then it is averaged over the same rows as q.
 
         vi = NaturalVI(model, NaturalGuide(model), torch.optim.Adam(model.parameters(), 1e-3))
         for x, y in loader:
@@ -156,8 +176,12 @@ class NaturalVI:
                     "model, and at the scale of `x` and `y`."
                 )
         sums = batch_sums(model, guide, h, y, q)
+        noise = model.likelihood.closed_noise
         if optim is not None:
             loss.backward()  # q is held fixed, so that this is the expected log-likelihood's
+            if noise is not None:
+                noise.grad = None  # no optimiser's
+                parameters = [p for p in parameters if p is not noise]
         if isinstance(optim, PyroOptim):
             optim(parameters)
             zero_grads(parameters)
@@ -168,6 +192,8 @@ class NaturalVI:
         if self.passes is None:
             self.passes = min(1.0, float(guide.num_rows) * fraction / len(y))
         chosen = rates(self.passes, fraction)
+        if optim is not None:
+            learn_noise(model.likelihood, sums, len(y), chosen.share)
         guide.step(sums, len(y), **chosen._asdict(), coupling=model.likelihood.coupling)
         self.passes += fraction
         return value

@@ -3,7 +3,7 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import pyro.distributions as dist
 import torch
@@ -110,6 +110,18 @@ class Likelihood(nn.Module, ABC):
         shift = f.detach() - moments.mean
         slope = (gradients * shift).sum(0) / shift.square().sum(0)
         return ExpectedDerivatives(gradients.mean(0), (-slope).clamp(min=0))
+
+    @property
+    def closed_noise(self) -> nn.Parameter | None:
+        """The logarithm of a noise scale that is learned and whose best value is closed, or None.
+
+        Natural-gradient training takes it from `expected_squares` instead of an optimiser.
+        """
+        return None
+
+    def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """The sum over rows whose mean is the best noise variance, in the shape of the noise."""
+        raise NotImplementedError(f"{type(self).__name__} has no noise scale in closed form.")
 
     def with_noise(self, log_scale: Tensor) -> Any:
         """A copy whose noise scale has this logarithm, which may broadcast against f in any way."""
@@ -238,6 +250,24 @@ class GaussianLikelihood(_NoisyLikelihood):
     ) -> ExpectedDerivatives:
         """Exact; nothing is drawn."""
         return expected_derivatives_normal(y, moments.mean, self.noise_scale)
+
+    @property
+    def closed_noise(self) -> nn.Parameter | None:
+        """The logarithm of the noise scale, if it is learned."""
+        log_scale = self.noise.log_scale
+        is_learned = isinstance(log_scale, nn.Parameter) and log_scale.requires_grad
+        return cast(nn.Parameter, log_scale) if is_learned else None
+
+    def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
+        """The sum of E_q (y - f)^2 = (y - m)^2 + v; a mean over outputs if they share their noise.
+
+        In sigma the bound is -N log sigma - sum E_q (y - f)^2 / (2 sigma^2), whose maximum is at
+        sigma^2 = sum E_q (y - f)^2 / N.
+        """
+        log_scale = self.noise.log_scale
+        squares = (y - moments.mean).square() + moments.var  # (N, C)
+        squares = squares if log_scale.numel() > 1 else squares.mean(-1, keepdim=True)
+        return squares.sum(0).reshape(log_scale.shape)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
         return moments.mean, moments.var, self.noise_scale.square().expand_as(moments.mean)

@@ -28,7 +28,8 @@ from pyro_dak.model.modes import local_parameters
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
 from pyro_dak.training.data import ResidentData, hold_out, training_data
 from pyro_dak.training.describe import set_up_guide
-from pyro_dak.training.loop import DAKLoss, Run, frozen, seeded
+from pyro_dak.training.loop import Run, frozen, seeded
+from pyro_dak.training.natural import NaturalLoss, build_learner
 from pyro_dak.training.optimizers import Schedule
 from pyro_dak.training.plan import History, Plan, TrainingError
 from pyro_dak.training.start import check_start
@@ -79,6 +80,7 @@ def fit(
     num_data: int | None = None,
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
+    final_pass: bool = True,
     evaluate: bool = True,
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
@@ -126,6 +128,8 @@ def fit(
             sampler: the rows that it draws from if it shuffles, else those of an epoch.
         callbacks: called after each epoch with its number and its row of the history.
         compile: whether to compile the loss; where that fails, it warns and goes on without.
+        final_pass: whether a `NaturalGuide` takes its posterior from one more pass over all rows at
+            the end, so that it belongs to the final features. Other guides ignore it.
         evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
             pass over the data without gradients.
         seed: seed of batches and draws.
@@ -202,7 +206,7 @@ def fit(
             set_up_guide(guide, model, first[:2].to(fabric.device))
             if isinstance(elbo, AnalyticELBO):
                 check_sites(model, first)
-        loss = DAKLoss(model, guide, elbo, fixed_features, compile)
+        loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
                 check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
@@ -213,6 +217,8 @@ def fit(
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
+            if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
+                loss.renew(batches, fabric, plan.seed)
             if evaluate and history.status != "interrupted":
                 history.final = loss.evaluate(batches, fabric, plan.seed)
         finally:

@@ -76,18 +76,36 @@ class Learner:
     objective: str = "loss"
     advice = "Lower the learning rate, scale the inputs, or look for a layer that overflows."
 
-    def __call__(self, *batch: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, *batch: Any) -> tuple[Any, ...]:
         return self.forward(*batch)
 
     def forward(
         self, x: Tensor, y: Tensor, scale: float | Tensor, num_data: int | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
         """The loss of one batch per datum, a scalar, and its terms `(num_terms,)`, loss first.
 
         The terms have no gradient. Each row stands for `scale` rows of a data set of `num_data`;
-        in a batch of average size these make up the whole data set, in a short one fewer.
+        in a batch of average size these make up the whole data set, in a short one fewer. What
+        comes after the terms goes to `after_step`.
         """
         raise NotImplementedError
+
+    def after_step(self, seen: Any, num_rows: int, num_data: int, fabric: Any) -> None:
+        """Learn what no optimiser learns, after the step of the optimisers.
+
+        Args:
+            seen: what `forward` returned after the terms.
+            num_rows: rows of the batch in this process.
+            num_data: rows of the data set.
+            fabric: adds up over processes.
+        """
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides tensors, as plain data."""
+        return {}
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        """Go on from what `progress` returned, read from a file."""
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The parameters of the network, which have weight decay, and those of the last layer."""
@@ -404,7 +422,7 @@ class Run:
         for parameter in self.parameters:
             parameter.grad = None
         try:
-            loss, terms = self.loss(*batch, self.data.num_data)
+            loss, terms, *seen = self.loss(*batch, self.data.num_data)
         except ValueError:  # distributions refuse numbers that are not finite, before the loss is
             with torch.no_grad(), pyro.validation_enabled(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -426,6 +444,8 @@ class Run:
             for optimizer in self.raw_optimizers:
                 self.scaler.step(optimizer)
             self.scaler.update()
+        if seen:
+            self.learner.after_step(*seen, len(batch[1]), self.data.num_rows, self.fabric)
         self.totals += terms
         self.step += 1
         self.batch += 1
@@ -531,6 +551,7 @@ class Run:
                 "num_data": self.data.num_rows,
                 "data": self.fingerprint,
                 "settings": self._settings(),
+                "learner": self.learner.progress(),
             }
             path = self.checkpoints.directory / f"step-{self.step:09d}"
             config = self.learner.description() | {"trainer": progress}
@@ -584,6 +605,7 @@ class Run:
             raise ValueError("the weights of the best epoch are not finite, or of another model")
         if totals.shape != self.totals.shape:
             raise ValueError(f"`totals` has shape {tuple(totals.shape)}")
+        self.learner.restore_progress(state.get("learner", {}))
         load_optimizers(self.raw_optimizers, _with_prefix(trainer, "optimizer."))
         try:
             self.learner.load_state_dict(tensors)

@@ -2,7 +2,7 @@
 
 python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
                 [--kill-in-write N] [--interrupt-at-step N] [--signal NAME] [--only-rank R]
-                [--objective NAME] [--compile]
+                [--objective NAME] [--guide NAME] [--compile]
 """
 
 import argparse
@@ -16,7 +16,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from pyro_dak import DAK, HeteroscedasticLikelihood, MeanFieldGuide, fit
+from pyro_dak import (
+    DAK,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    MeanFieldGuide,
+    NaturalGuide,
+    fit,
+)
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
 from pyro_dak.training.plan import History
@@ -27,7 +34,7 @@ def tell(what: dict[str, Any]) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())
 
 
-def train(model: DAK, guide: MeanFieldGuide, x: Tensor, y: Tensor, args: Any) -> History:
+def train(model: DAK, guide: nn.Module, x: Tensor, y: Tensor, args: Any) -> History:
     return fit(
         model,
         guide,
@@ -57,6 +64,7 @@ def main() -> None:
     parser.add_argument("--signal", default="SIGINT")
     parser.add_argument("--only-rank")
     parser.add_argument("--objective", default="local")
+    parser.add_argument("--guide", default="mean_field")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -66,8 +74,10 @@ def main() -> None:
     y = x.sin().sum(-1, keepdim=True) + 0.1 * torch.randn(101, 1)
     dropout = 0.0 if args.objective == "closed_form" else 0.1
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
-    model = DAK(network, 4, num_units=3, level=3, likelihood=HeteroscedasticLikelihood())
-    guide = MeanFieldGuide(model)
+    is_natural = args.guide == "natural"
+    likelihood = GaussianLikelihood(0.5) if is_natural else HeteroscedasticLikelihood()
+    model = DAK(network, 4, num_units=3, level=3, likelihood=likelihood)
+    guide = NaturalGuide(model) if is_natural else MeanFieldGuide(model)
 
     step = Run.train_step
 

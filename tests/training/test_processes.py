@@ -30,13 +30,17 @@ def uninterrupted(tmp_path_factory) -> dict[str, Tensor]:
     return safetensors.torch.load_file(out)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def run_alone(directory, *arguments) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """History and weights of a run in closed form in one process."""
-    out = tmp_path_factory.mktemp("alone") / "out.safetensors"
-    result = run_script(out, "--objective", "closed_form")
+    out = directory / "out.safetensors"
+    result = run_script(out, "--objective", "closed_form", *arguments)
     assert result.returncode == 0, result.stderr
     return histories(result)[0], safetensors.torch.load_file(out)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return run_alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize("arguments", [
@@ -90,8 +94,18 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path, alone):
 @pytest.mark.parametrize("launch", [TORCHRUN, pytest.param(FABRIC, marks=pytest.mark.slow)],
                          ids=["torchrun", "fabric"])  # fmt: skip
 def test_two_processes_equal_one(tmp_path, alone, launch):
-    out, (history, weights) = tmp_path / "out.safetensors", alone
-    result = run_script(out, "--objective", "closed_form", launch=launch)
+    assert_equal_to(alone, tmp_path / "out.safetensors", launch=launch)
+
+
+def test_two_processes_with_a_natural_guide_equal_one(tmp_path):
+    alone = run_alone(tmp_path, "--guide", "natural")
+    assert_equal_to(alone, tmp_path / "two.safetensors", "--guide", "natural", launch=TORCHRUN)
+
+
+def assert_equal_to(alone, out, *arguments, launch):
+    """Two processes end where one did."""
+    history, weights = alone
+    result = run_script(out, "--objective", "closed_form", *arguments, launch=launch)
     assert result.returncode == 0, result.stderr
     for name, tensor in safetensors.torch.load_file(out).items():
         assert_close(tensor, weights[name], atol=1e-8, rtol=1e-8)

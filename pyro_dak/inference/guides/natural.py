@@ -66,6 +66,8 @@ class RowSums(NamedTuple):
         steepest: the sum of a bound of the curvature along any direction of the functions, a
             scalar, if they share a precision.
         mean_curvature: the sum of the mean of k over functions, likewise.
+        squares: the sum of E_q (y - f)^2, of all outputs or of each, `(C,)`, if a noise scale is to
+            be learned from it.
     """
 
     gradient: Tensor
@@ -73,6 +75,7 @@ class RowSums(NamedTuple):
     coarse_curvature: Tensor | None = None
     steepest: Tensor | None = None
     mean_curvature: Tensor | None = None
+    squares: Tensor | None = None
 
     def plus(self, other: "RowSums") -> "RowSums":
         """The sums over the rows of both."""

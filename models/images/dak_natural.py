@@ -1,0 +1,34 @@
+"""DAK with a joint posterior by natural gradients: a unit for each feature, and straight lines.
+
+The classes share one precision over all weights (`NaturalGuide`), which starts at the prior and has
+no initial scale and no learning rate. Each feature has a unit of M = 3 nodes and a linear term.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from models.shared.dak import DAKOnImages, build_natural_on_images
+from models.shared.recipe import IMAGE_RECIPE, Recipe
+from pyro_dak import LocalReparamELBO
+
+
+def build(
+    features: nn.Module,
+    feature_dim: int,
+    num_classes: int,
+    recipe: Recipe = IMAGE_RECIPE,
+    **options: Any,
+) -> DAKOnImages:
+    """A unit for each feature, a linear term, and a precision that all classes share.
+
+    Args:
+        features: network from images to features.
+        feature_dim: D_w.
+        num_classes: C.
+        recipe: the settings.
+        options: `num_units` P for an embedding (else a unit per feature), `level` L, `covariance`
+            of the guide, `linear_term`, `prior_scale` of f at the start, `residual_variance`.
+    """
+    objective = LocalReparamELBO(recipe.num_samples_train)
+    return build_natural_on_images(objective, features, feature_dim, num_classes, recipe, **options)

@@ -1,0 +1,157 @@
+"""The learner of `fit` for guides in natural form, whose q moves by closed steps.
+
+The optimisers have the network, the scales of the units and the noise. After each of their steps q
+takes a natural-gradient step (`inference.natural`) by what the batch says about it, which has been
+gathered before, at the weights that the gradient is of.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from torch import Tensor, nn
+
+from pyro_dak.inference.guides import NaturalGuide
+from pyro_dak.inference.guides.natural import RowSums
+from pyro_dak.inference.natural import batch_sums, learn_noise, rates
+from pyro_dak.inference.objectives import AnalyticELBO
+from pyro_dak.model.dak import DAK
+from pyro_dak.model.modes import evaluating
+from pyro_dak.training.data import Data, rewound
+from pyro_dak.training.loop import DAKLoss, seeded
+from pyro_dak.validation import check_real
+
+__all__ = ["NaturalLoss", "build_learner"]
+
+
+class NaturalLoss(DAKLoss):
+    """Minus the ELBO per datum of a DAK with a `NaturalGuide`, and the steps of that guide.
+
+    Attributes:
+        passes: passes over the data that q has made, which the lengths of its steps depend on; None
+            before the first step. It starts at the share of the data that q knows already.
+    """
+
+    passes: float | None = None
+
+    def __init__(self, model: DAK, guide: NaturalGuide, objective: ELBO, *options: Any):
+        if not isinstance(objective, AnalyticELBO):
+            raise NotImplementedError(
+                f"A NaturalGuide learns from the exact q(f), which {type(objective).__name__} does "
+                'not look at. Use objective="auto", "closed_form", "local" or "jensen", or another '
+                "guide."
+            )
+        super().__init__(model, guide, objective, *options)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, y: Tensor, scale: float, num_data: int
+    ) -> tuple[Tensor, Tensor, RowSums]:
+        """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
+        model: DAK = self.model
+        guide: Any = self.guide
+        weight = scale * len(y) / num_data
+        h = model.embed(x) if self.from_features else model.unit_inputs(x)
+        objective: Any = self.elbo
+        terms, q = objective.terms_and_moments(model, guide, h, y, num_data)
+        loss = terms.kl - terms.expected_log_lik
+        with torch.no_grad():
+            means = torch.stack([loss, *terms]).mul_(weight / num_data)
+        return loss * (weight / num_data), means, batch_sums(model, guide, h, y, q)
+
+    def after_step(self, seen: RowSums, num_rows: int, num_data: int, fabric: Any) -> None:
+        """Move q by the batch; every process adds up the sums of all and takes the same step."""
+        guide: Any = self.guide
+        seen, total = _over_processes(seen, num_rows, fabric)
+        fraction = total / num_data
+        if self.passes is None:
+            self.passes = min(1.0, float(guide.num_rows) / num_data)
+        if not _is_mixed_half(fabric) or _are_finite(seen):  # else the optimisers skip it too
+            chosen = rates(self.passes, fraction)
+            learn_noise(self.model.likelihood, seen, total, chosen.share)
+            guide.step(seen, total, **chosen._asdict(), coupling=self.model.likelihood.coupling)
+        self.passes += fraction
+
+    def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Extractor and embedding; scales of the units and what else the likelihood has."""
+        network, last_layer = super().parameter_groups()
+        noise = self.model.likelihood.closed_noise
+        return network, [parameter for parameter in last_layer if parameter is not noise]
+
+    def progress(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        passes = progress["passes"]
+        if passes is not None:
+            check_real("passes", passes)
+        self.passes = passes
+
+    def renew(self, data: Data, fabric: Any, seed: int) -> None:
+        """Take q from a pass over all rows, in eval mode, with the network as it is now.
+
+        During training q is an average over features of several epochs, in training mode. Here it
+        takes a natural-gradient step of length 1 from there, which is the posterior of the final
+        features for Gaussian noise, and close to it for other likelihoods. A noise in closed form
+        is renewed before, from a pass of its own.
+        """
+        likelihood, guide = self.model.likelihood, self.guide
+        assert isinstance(guide, NaturalGuide)
+        if likelihood.closed_noise is not None:
+            sums, num_rows = self._sums_over(data, fabric, seed)
+            learn_noise(likelihood, sums, num_rows, 1.0)
+        sums, num_rows = self._sums_over(data, fabric, seed)
+        gain = data.num_rows / num_rows
+        guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=likelihood.coupling)
+
+    def _sums_over(self, data: Data, fabric: Any, seed: int) -> tuple[RowSums, float]:
+        """What all rows of all processes say about q, in eval mode, and how many they are."""
+        forward: Any = NaturalLoss.forward  # not a compiled one
+        dtype = self.model.layer.log_unit_scale.dtype
+        sums, num_rows = None, 0
+        with (
+            evaluating(self),
+            seeded(seed + fabric.global_rank, fabric.device),
+            rewound(data.generators),
+        ):
+            for x, y, scale in data.epoch(torch.Generator().manual_seed(seed), 0):
+                y = y.to(dtype) if y.is_floating_point() else y
+                own = forward(self, x.to(dtype), y, scale, data.num_rows)[2]
+                sums = own if sums is None else sums.plus(own)
+                num_rows += len(y)
+        assert sums is not None
+        return _over_processes(sums, num_rows, fabric)
+
+
+def build_learner(
+    model: DAK,
+    guide: nn.Module,
+    objective: ELBO,
+    from_features: bool = False,
+    compile: bool = False,
+) -> DAKLoss:
+    """The learner of `fit` for a guide; the arguments are those of `DAKLoss`."""
+    if isinstance(guide, NaturalGuide):
+        return NaturalLoss(model, guide, objective, from_features, compile)
+    return DAKLoss(model, guide, objective, from_features, compile)
+
+
+def _over_processes(sums: RowSums, num_rows: int, fabric: Any) -> tuple[RowSums, float]:
+    """The sums over the rows of all processes, and how many rows these are."""
+    if fabric.world_size == 1:
+        return sums, float(num_rows)
+    count = torch.tensor(float(num_rows), device=fabric.device)
+    values: list[Any] = [
+        None if value is None else fabric.all_reduce(value, reduce_op="sum") for value in sums
+    ]
+    return RowSums(*values), float(fabric.all_reduce(count, reduce_op="sum"))
+
+
+def _is_mixed_half(fabric: Any) -> bool:
+    """Whether gradients are scaled, so that a step with too large a scale is skipped."""
+    precision = getattr(getattr(fabric, "strategy", None), "precision", None)
+    return getattr(precision, "scaler", None) is not None
+
+
+def _are_finite(sums: RowSums) -> bool:
+    return bool((sums.gradient.sum() + sums.curvature.sum()).isfinite())

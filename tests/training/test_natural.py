@@ -1,0 +1,220 @@
+"""`fit` with a guide in natural form, which learns by closed steps."""
+
+import math
+
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_dak import (
+    DAK,
+    BernoulliLikelihood,
+    CategoricalLikelihood,
+    ClosedFormELBO,
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    NaturalGuide,
+    NaturalVI,
+    PoissonLikelihood,
+    StudentTLikelihood,
+    exact_posterior,
+    predict,
+)
+from pyro_dak.inference.natural import batch_sums, learn_noise
+from pyro_dak.training.checkpoint import module_tensors
+from pyro_dak.training.loop import Run
+from tests.training.runs import assert_same, make_data, train
+
+COVARIANCES = ("joint", "shared", "diagonal")
+
+
+def fixed_noise():
+    return GaussianLikelihood(0.3, learn=False)
+
+
+def make_model(covariance="joint", network=None, **options):
+    torch.manual_seed(1)
+    network = network or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DAK(network, 4, **({"num_units": 3, "level": 3} | options))
+    return model, NaturalGuide(model, covariance)
+
+
+def make_classes():
+    x, y = make_data()
+    return x, (y.squeeze(-1) > 0).long()
+
+
+def assert_exact(model, guide, x, y):
+    """q is the posterior of the features as they are."""
+    exact = exact_posterior(model, x, y).guide
+    assert_close(guide.loc, exact.loc.detach(), atol=1e-8, rtol=1e-8)
+    assert_close(guide.scale_tril, exact.scale_tril.detach(), atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("others", [(), (nn.BatchNorm1d(4), nn.Dropout(0.3))], ids=len)
+def test_fit_ends_in_the_exact_posterior_of_the_final_features(others):
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4), *others).double()
+    model, guide = make_model(network=network, likelihood=fixed_noise())
+    train(model, guide)
+    assert_exact(model, guide, *make_data())
+
+
+def test_without_a_final_pass_q_is_an_average_over_steps():
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide, final_pass=False)
+    exact = exact_posterior(model, *make_data()).guide
+    assert (guide.loc - exact.loc.detach()).abs().max() > 1e-4
+    assert_close(guide.num_rows, torch.tensor(60.0))
+
+
+def test_on_fixed_features_a_pass_in_batches_is_the_exact_posterior():
+    model, guide = make_model(likelihood=fixed_noise(), embedding=False, num_units=4)
+    model.layer.log_unit_scale.requires_grad_(False)
+    x, y = make_data()
+    model.train()
+    model.unit_inputs(x)  # running statistics, which no later step changes
+    model.eval()
+    vi = NaturalVI(model, guide)
+    for rows in torch.randperm(len(x)).split(20):
+        vi.step(x[rows], y[rows], len(x))
+    assert_exact(model, guide, x, y)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_fit_takes_the_steps_of_natural_vi(covariance):
+    x, y = make_data()
+    model, guide = make_model(covariance)
+    options = {"schedule": "constant", "clip_norm": None, "last_layer_learning_rate": 1e-2}
+    train(model, guide, epochs=2, final_pass=False, **options)
+    other, by_hand = make_model(covariance)
+    vi = NaturalVI(other, by_hand, torch.optim.Adam(other.parameters(), 1e-2, eps=60e-8))
+    generator = torch.Generator().manual_seed(0)
+    other.train()
+    for _ in range(2):
+        for rows in torch.randperm(60, generator=generator).tensor_split(3):
+            vi.step(x[rows], y[rows], 60)
+    for name, tensor in module_tensors(other, by_hand).items():
+        assert_close(module_tensors(model, guide)[name], tensor, atol=1e-8, rtol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+@pytest.mark.parametrize("step", [4, 6, 8])
+def test_a_stopped_run_resumes_as_if_uninterrupted(tmp_path, covariance, step, monkeypatch):
+    whole = make_model(covariance)
+    train(*whole)
+    train_step = Run.train_step
+
+    def stop_at(run, *arguments):
+        train_step(run, *arguments)
+        if run.step == step:
+            run.save()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "train_step", stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        train(*make_model(covariance), checkpoint_dir=tmp_path)
+    monkeypatch.undo()
+    resumed = make_model(covariance)
+    train(*resumed, checkpoint_dir=tmp_path, resume_from=tmp_path)
+    assert_same(module_tensors(*resumed), module_tensors(*whole))
+
+
+@pytest.mark.parametrize("kind", [
+    GaussianLikelihood,
+    HeteroscedasticLikelihood,
+    StudentTLikelihood,
+    BernoulliLikelihood,
+    PoissonLikelihood,
+    CategoricalLikelihood,
+])  # fmt: skip
+@pytest.mark.parametrize("covariance", ["joint", "diagonal"])
+def test_training_raises_the_bound_for_every_likelihood(kind, covariance):
+    (x, y), likelihood = make_data(), kind()
+    num_outputs = 3 if kind is CategoricalLikelihood else 1
+    if isinstance(likelihood, CategoricalLikelihood):
+        y = y.squeeze(-1).clamp(-1, 1).round().long() + 1
+    elif isinstance(likelihood, BernoulliLikelihood | PoissonLikelihood):
+        y = (y > 0).double()
+    model, guide = make_model(covariance, likelihood=likelihood, num_outputs=num_outputs)
+    before = train(model, guide, (x, y), epochs=1)
+    after = train(model, guide, (x, y), epochs=10)
+    assert after.final["elbo"] > before.final["elbo"]
+    assert after.final["kl"] > 0
+    assert bool(predict(model, guide, x).log_prob(y).isfinite().all())
+
+
+def test_a_second_fit_does_not_count_the_rows_twice():
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide)
+    train(model, guide, epochs=1, final_pass=False)
+    assert_close(guide.num_rows, torch.tensor(60.0), rtol=0.05, atol=0)
+
+
+def test_a_loader_gives_the_posterior_of_the_same_rows_as_tensors():
+    x, y = make_data()
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide, DataLoader(TensorDataset(x, y), batch_size=25, shuffle=True))
+    assert_exact(model, guide, x, y)
+
+
+def test_fixed_features_give_the_exact_posterior():
+    x, y = make_data()
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide, fixed_features=True)
+    assert_exact(model, guide, x, y)
+
+
+def test_rows_added_after_a_fit_on_half_give_the_posterior_of_all():
+    x, y = make_data()
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide, (x[:30], y[:30]))
+    guide.update(model, x[30:], y[30:])
+    assert_exact(model, guide, x, y)
+
+
+def test_the_noise_in_closed_form_maximises_the_bound():
+    x, y = make_data()
+    model, guide = make_model(likelihood=GaussianLikelihood(torch.tensor([0.5])))
+    train(model, guide)
+    h = model.unit_inputs(x)
+    sums = batch_sums(model, guide, h, y, guide.moments(model.layer, h))
+    learn_noise(model.likelihood, sums, len(y), 1.0)
+    (gradient,) = torch.autograd.grad(
+        ClosedFormELBO().terms(model, guide, x, y).elbo, model.likelihood.closed_noise
+    )
+    assert gradient.abs() < 1e-9
+
+
+def test_a_noise_that_is_not_learned_stays():
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide)
+    assert model.likelihood.noise_scale.item() == pytest.approx(0.3)
+
+
+def test_objectives_that_do_not_look_at_q_are_refused():
+    with pytest.raises(NotImplementedError, match=r"A NaturalGuide learns from the exact q\(f\)"):
+        train(*make_model(), objective=Trace_ELBO())
+
+
+def test_mixed_precision_trains_a_natural_guide():
+    x, y = make_classes()
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DAK(network, 4, 3, 2, 3, likelihood=CategoricalLikelihood()).float()
+    guide = NaturalGuide(model, "shared")
+    history = train(model, guide, (x.float(), y), precision="bf16-mixed", epochs=5)
+    assert guide.precision.dtype == torch.float64
+    assert math.isfinite(history.final["elbo"])
+    assert history.final["elbo_per_datum"] > -math.log(2)
+
+
+def test_early_stopping_goes_back_to_the_best_q():
+    x, y = make_data(120)
+    data = {"validation": (x[60:], y[60:] + 3 * torch.randn(60, 1)), "patience": 1}
+    model, guide = make_model(likelihood=fixed_noise())
+    history = train(model, guide, (x[:60], y[:60]), epochs=20, **data)
+    assert history.status == "stopped early"
+    assert_exact(model, guide, x[:60], y[:60])
