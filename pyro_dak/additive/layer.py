@@ -100,6 +100,24 @@ class AdditiveLayer(nn.Module):
         phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h, num_levels)
         return torch.cat([*columns, phi.flatten(-2)], -1)
 
+    def joint_moments(
+        self, h: Tensor, loc: Tensor, covariance: Tensor
+    ) -> tuple[FunctionMoments, Tensor]:
+        """Moments of f for jointly Gaussian weights, and the design `(N, K)` without gradient.
+
+        E f = Phi m and Var f = Phi S Phi^T, `(N, F)` each, for means `(F, K)` and covariances
+        `(F, K, K)`, or `(1, K, K)` if the functions share it, which are held fixed.
+        """
+        low, high = self.activation.grid.bounds
+        linear = (2 / (high - low), (low + high) / 2) if self.linear_term else None
+        fast = self.activation.design_moments(h, self.log_unit_scale, loc, covariance, linear)
+        if fast is not None:
+            return FunctionMoments(*fast[:2]), fast[2]
+        design = self.design(h)
+        mean = design @ loc.mT
+        var = ((design @ covariance) * design).sum(-1).mT.clamp(min=0)
+        return FunctionMoments(mean, var.expand_as(mean)), design.detach()
+
     def row_sums(self, h: Tensor, by_mean: Tensor, by_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Phi^T a and (Phi^2)^T b, `(F, num_weights)` each, for weights of rows a, b `(N, F)`.
 

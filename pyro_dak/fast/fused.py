@@ -24,6 +24,7 @@ __all__ = [
     "interval_matrix",
     "intervals_of_grid",
     "node_matrix",
+    "second_derivative_error",
     "sinh_ratio",
     "stack_batches",
     "two_nodes",
@@ -32,7 +33,7 @@ __all__ = [
 _LOG_2PI = math.log(2 * math.pi)
 
 
-def _second_derivative_error() -> NotImplementedError:
+def second_derivative_error() -> NotImplementedError:
     """The error of a backward pass that has no gradient of its own."""
     return NotImplementedError(
         "The local route has first derivatives only; second ones were asked for "
@@ -316,7 +317,7 @@ class _InterpolatedMoments(torch.autograd.Function):
         ctx: Any, grad_mean: Tensor, grad_var: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         if torch.is_grad_enabled():
-            raise _second_derivative_error()
+            raise second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
         F, E, N = grad_mean.shape
         shape = (F, 1, E, 1, N)
@@ -419,7 +420,7 @@ class MeanFieldTerms(torch.autograd.Function):
         ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise _second_derivative_error()
+            raise second_derivative_error()
         loc, z_var, sigma, mu, mu_var, *saved = ctx.saved_tensors
         N, F = grad_mean.shape
         shape = (F, 1, 1, 1, N)

@@ -15,8 +15,10 @@ from pyro_dak.inference.guides.natural import RowSums
 from pyro_dak.inference.objectives import (
     AnalyticELBO,
     ClosedFormELBO,
+    ELBOTerms,
     LocalReparamELBO,
     announced_parameters,
+    normal_priors,
 )
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
@@ -26,7 +28,7 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_kind, check_positive, check_tensor
 
-__all__ = ["NaturalVI", "Rates", "batch_sums", "rates"]
+__all__ = ["NaturalVI", "Rates", "learn_noise", "rates", "terms_and_sums"]
 
 # The statistics of pass p count about p^(_POWER - 1).
 _POWER = 5.0
@@ -65,28 +67,47 @@ def rates(passes: float, fraction: float) -> Rates:
     return Rates(1 - gain * fraction, gain, gain * fraction)
 
 
-@torch.no_grad()
-def batch_sums(
-    model: DAK, guide: NaturalGuide, h: Tensor, y: Tensor, moments: FunctionMoments
-) -> RowSums:
-    """What a batch says about q, from its unit inputs h `(B, P)` and the q(f) there."""
+def terms_and_sums(
+    objective: AnalyticELBO,
+    model: DAK,
+    guide: NaturalGuide,
+    h: Tensor,
+    y: Tensor,
+    num_data: float | None = None,
+) -> tuple[ELBOTerms, RowSums]:
+    """The terms of the bound of a batch, and what the batch says about q, from unit inputs h.
+
+    q is held fixed in the gradient of the terms.
+    """
     likelihood = model.likelihood
     y = likelihood.check_targets(y, model.num_outputs)
+    if len(y) != len(h):
+        raise ValueError(f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}.")
     with own_precision(h):
-        h = h.detach().to(model.layer.log_unit_scale.dtype)
-        derivatives = likelihood.expected_derivatives(y, moments)
-        sums = guide.row_sums(model.layer, h, derivatives, likelihood.coupling)
-        if likelihood.closed_noise is None:
-            return sums
-        return sums._replace(squares=likelihood.expected_squares(y, moments))
+        h = h.to(model.layer.log_unit_scale.dtype)
+        q, design = guide.moments_and_design(model.layer, h)
+        rows = objective.expected_log_prob(likelihood, y, q)
+        expected = rows.sum() * (1.0 if num_data is None else num_data / len(y))
+        priors = normal_priors(model, guide.weight_sites)
+        assert priors is not None  # the guide has refused all others
+        terms = ELBOTerms(expected, guide.kl_normal(priors))
+        with torch.no_grad():
+            q = FunctionMoments(q.mean.detach(), q.var.detach(), q.root)
+            derivatives = likelihood.expected_derivatives(y, q)
+            layer, coupling = model.layer, likelihood.coupling
+            sums = guide.row_sums(layer, h.detach(), derivatives, coupling, design)
+            if likelihood.closed_noise is not None:
+                sums = sums._replace(squares=likelihood.expected_squares(y, q))
+    return terms, sums
 
 
 @torch.no_grad()
 def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: float) -> None:
     """Move a noise variance in closed form towards the best one of a batch, if there is one.
 
-    The batch is a `share` of all that q knows, so that the variance is an average over the same
-    rows, with the same weights, as q.
+    With the fraction of the data set as `share`, and with that of the rows seen so far in the first
+    pass, the variance is an average over about the last pass: noise that was averaged over as many
+    passes as q would lag behind a network that still learns.
     """
     parameter = likelihood.closed_noise
     if parameter is None or sums.squares is None:
@@ -167,7 +188,7 @@ class NaturalVI:
             explaining(model, x, y, guide=guide),
         ):
             h = model.unit_inputs(x)
-            terms, q = self.loss.terms_and_moments(model, guide, h, y, num_data)
+            terms, sums = terms_and_sums(self.loss, model, guide, h, y, num_data)
             loss = -terms.elbo
             value = torch_item(loss.detach())
             if not math.isfinite(value):
@@ -175,7 +196,6 @@ class NaturalVI:
                     f"The bound is {-value}, and q stays as it was: look at the weights of the "
                     "model, and at the scale of `x` and `y`."
                 )
-        sums = batch_sums(model, guide, h, y, q)
         noise = model.likelihood.closed_noise
         if optim is not None:
             loss.backward()  # q is held fixed, so that this is the expected log-likelihood's
@@ -193,7 +213,7 @@ class NaturalVI:
             self.passes = min(1.0, float(guide.num_rows) * fraction / len(y))
         chosen = rates(self.passes, fraction)
         if optim is not None:
-            learn_noise(model.likelihood, sums, len(y), chosen.share)
+            learn_noise(model.likelihood, sums, len(y), max(chosen.share, fraction))
         guide.step(sums, len(y), **chosen._asdict(), coupling=model.likelihood.coupling)
         self.passes += fraction
         return value

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import batch_sums, learn_noise, rates
+from pyro_dak.inference.natural import learn_noise, rates, terms_and_sums
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
@@ -53,11 +53,11 @@ class NaturalLoss(DAKLoss):
         weight = scale * len(y) / num_data
         h = model.embed(x) if self.from_features else model.unit_inputs(x)
         objective: Any = self.elbo
-        terms, q = objective.terms_and_moments(model, guide, h, y, num_data)
+        terms, sums = terms_and_sums(objective, model, guide, h, y, num_data)
         loss = terms.kl - terms.expected_log_lik
         with torch.no_grad():
             means = torch.stack([loss, *terms]).mul_(weight / num_data)
-        return loss * (weight / num_data), means, batch_sums(model, guide, h, y, q)
+        return loss * (weight / num_data), means, sums
 
     def after_step(self, seen: RowSums, num_rows: int, num_data: int, fabric: Any) -> None:
         """Move q by the batch; every process adds up the sums of all and takes the same step."""
@@ -68,7 +68,7 @@ class NaturalLoss(DAKLoss):
             self.passes = min(1.0, float(guide.num_rows) / num_data)
         if not _is_mixed_half(fabric) or _are_finite(seen):  # else the optimisers skip it too
             chosen = rates(self.passes, fraction)
-            learn_noise(self.model.likelihood, seen, total, chosen.share)
+            learn_noise(self.model.likelihood, seen, total, max(chosen.share, fraction))
             guide.step(seen, total, **chosen._asdict(), coupling=self.model.likelihood.coupling)
         self.passes += fraction
 

@@ -23,7 +23,7 @@ from pyro_dak import (
     exact_posterior,
     predict,
 )
-from pyro_dak.inference.natural import batch_sums, learn_noise
+from pyro_dak.inference.natural import learn_noise, terms_and_sums
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
 from tests.training.runs import assert_same, make_data, train
@@ -180,7 +180,7 @@ def test_the_noise_in_closed_form_maximises_the_bound():
     model, guide = make_model(likelihood=GaussianLikelihood(torch.tensor([0.5])))
     train(model, guide)
     h = model.unit_inputs(x)
-    sums = batch_sums(model, guide, h, y, guide.moments(model.layer, h))
+    _, sums = terms_and_sums(ClosedFormELBO(), model, guide, h, y)
     learn_noise(model.likelihood, sums, len(y), 1.0)
     (gradient,) = torch.autograd.grad(
         ClosedFormELBO().terms(model, guide, x, y).elbo, model.likelihood.closed_noise

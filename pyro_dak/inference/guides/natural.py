@@ -24,7 +24,6 @@ from torch import Tensor
 from pyro_dak.additive.gaussian import (
     ExpectedDerivatives,
     FunctionMoments,
-    kl_diagonal,
     tril_of_inverse,
 )
 from pyro_dak.additive.layer import AdditiveLayer
@@ -121,6 +120,7 @@ class NaturalGuide(TrilGuide):
         super().__init__(model)
         self.covariance = covariance
         self._roots: dict[str, _Root] = {}
+        self._inverses: dict[str, _Inverse] = {}
         F, K = self.site_shapes["mu"][0], self.num_weights
         self.has_common_shift = F > 1 and model.likelihood.is_shift_invariant
         _check_size(covariance, F, K)
@@ -153,8 +153,8 @@ class NaturalGuide(TrilGuide):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the roots of the covariances, which are made again when needed."""
-        return {**self.__dict__, "_roots": {}}
+        """The state without roots and inverses of precisions, which are made again when needed."""
+        return {**self.__dict__, "_roots": {}, "_inverses": {}}
 
     # q as a distribution
 
@@ -242,7 +242,18 @@ class NaturalGuide(TrilGuide):
         self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
     ) -> tuple[FunctionMoments, Tensor]:
         """`own_moments`, which are all that a bound needs, and `kl_normal`."""
-        return self.own_moments(layer, h), self.kl_normal(priors)
+        return self.moments_and_design(layer, h)[0], self.kl_normal(priors)
+
+    def moments_and_design(
+        self, layer: AdditiveLayer, h: Tensor
+    ) -> tuple[FunctionMoments, Tensor | None]:
+        """`own_moments` for training, by products with the covariance, and the design `(N, K)`.
+
+        With independent weights no design is made.
+        """
+        if self.covariance == "diagonal":
+            return self.own_moments(layer, h), None
+        return layer.joint_moments(h, self.mean.to(h.dtype), self._inverse("precision", h.dtype))
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
         if self.covariance == "diagonal":
@@ -263,28 +274,24 @@ class NaturalGuide(TrilGuide):
         return covariance + (root @ root.mT).repeat(len(self.mean), len(self.mean))
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
-        if not self.has_common_shift:
-            if self.covariance != "diagonal":
-                return super().kl_normal(priors)
-            prior = flat_priors(priors, self.site_shapes, self.loc)
-            return kl_diagonal(self.loc, self.scale, *prior)
         loc, scale = flat_priors(priors, self.site_shapes, self.mean)
         variances = self._own_variances() + self._shift_variances()
         squares = (variances + (self.mean - loc).square()) / scale.square() - 1
         return (0.5 * (squares.sum() - self._log_det()) + scale.log().sum()).to(self._like.dtype)
 
     def _log_det(self) -> Tensor:
-        """Log determinant of the covariance of all weights with a common shift, in float64."""
-        F = len(self.mean)
+        """Log determinant of the covariance of all weights, in float64."""
         if self.covariance == "diagonal":
-            logs = self.precision.sum(0).log().sum() - self.precision.log().sum()
+            logs = -self.precision.log().sum()
         else:
-            own, total = (
-                self._root(name, is_tril=True).diagonal(dim1=-2, dim2=-1).log().sum()
-                for name in ("precision", "total")
-            )
-            logs = 2 * own * (F / len(self.precision)) - 2 * total
-        return logs - self._prior_total().log().sum()
+            logs = self._log_det_inverse("precision") * (len(self.mean) / len(self.precision))
+        if not self.has_common_shift:
+            return logs
+        if self.covariance == "diagonal":
+            total = self.precision.sum(0).log().sum()
+        else:
+            total = -self._log_det_inverse("total")
+        return logs + total - self._prior_total().log().sum()
 
     # A shift that all functions share (see `common_shift`)
 
@@ -292,7 +299,7 @@ class NaturalGuide(TrilGuide):
         """Diagonals of the inverse precisions, `(F, K)`."""
         if self.covariance == "diagonal":
             return self.precision.reciprocal()
-        return self._root("precision").square().sum(-1).expand_as(self.mean)
+        return self._inverse("precision").diagonal(dim1=-2, dim2=-1).expand_as(self.mean)
 
     def _prior_total(self) -> Tensor:
         """The sum of the precisions of the prior over functions, `(K,)`."""
@@ -305,7 +312,7 @@ class NaturalGuide(TrilGuide):
         if self.covariance == "diagonal":
             explained = self.precision.sum(0).reciprocal()
         else:
-            explained = self._root("total")[0].square().sum(-1)
+            explained = self._inverse("total")[0].diagonal()
         return (self._prior_total().reciprocal() - explained).clamp(min=0)
 
     def _shift_root(self) -> Tensor:
@@ -327,6 +334,7 @@ class NaturalGuide(TrilGuide):
         h: Tensor,
         derivatives: ExpectedDerivatives,
         coupling: float = 1.0,
+        design: Tensor | None = None,
     ) -> RowSums:
         """The sums over rows that a step needs.
 
@@ -335,6 +343,7 @@ class NaturalGuide(TrilGuide):
             h: inputs of the units, `(B, P)`.
             derivatives: expected gradients and curvatures, `(B, F)` each.
             coupling: that of the likelihood.
+            design: the design at h, if it is there already.
         """
         g, k = derivatives
         if self.has_common_shift:
@@ -344,7 +353,7 @@ class NaturalGuide(TrilGuide):
             gradient, curvature = layer.row_sums(h, g, k)
             coarse = layer.design(h, self._num_levels)
             return RowSums(gradient, curvature, (coarse.mT * k.mT.unsqueeze(-2)) @ coarse)
-        design = layer.design(h)
+        design = layer.design(h) if design is None else design
         if self.covariance == "joint":
             return RowSums(g.mT @ design, (design.mT * k.mT.unsqueeze(-2)) @ design)
         mean, own = k.mean(-1), derivatives.curvature
@@ -406,12 +415,13 @@ class NaturalGuide(TrilGuide):
             both = 2 * coupling if self._num_fine else coupling
             step = rest / self.precision * min(1.0, 1 / (share * both * max(1, self._num_fine)))
             rest = self._coarse(rest)
-            coarse = _solve(self._root("coarse_precision"), rest) * min(1.0, 1 / (share * both))
+            inverse = self._inverse("coarse_precision")
+            coarse = _times(inverse, rest) * min(1.0, 1 / (share * both))
             if self.has_common_shift:
                 coarse += self._common_step(rest, "coarse_total")
             self._set_coarse(step, coarse)
         else:
-            step = _solve(self._root("precision"), rest)
+            step = _times(self._inverse("precision"), rest)
             if sums.steepest is None or sums.mean_curvature is None:
                 step.mul_(min(1.0, 1 / (share * coupling)))
             else:
@@ -424,10 +434,44 @@ class NaturalGuide(TrilGuide):
 
     def _common_step(self, rest: Tensor, name: str) -> Tensor:
         """The covariance of the common shift times what all functions ask for, `(K,)`."""
-        total, root = rest.sum(0), self._root(name)[0]
+        total = rest.sum(0)
         prior = self._prior_total()
         prior = self._coarse(prior) if name == "coarse_total" else prior
-        return total / prior - root @ (root.mT @ total)
+        return total / prior - self._inverse(name)[0] @ total
+
+    def _inverse(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The inverse of a precision, `(F, K, K)` or `(1, K, K)`, for names as in `_root`.
+
+        Steps take it, because it costs less than a root. It is kept until the precision changes,
+        and NaN where that is not positive definite.
+        """
+        is_total = name.endswith("total")
+        precision = self._buffers[name.replace("total", "precision")]
+        assert precision is not None
+        kept = self._inverses.get(name)
+        if kept is None or kept.of is not precision or kept.version != precision._version:
+            with torch.no_grad():
+                if is_total and self.covariance == "shared":
+                    F = len(self.mean)
+                    value = self._inverse("precision") / F
+                    log_det = self._log_det_inverse("precision") - math.log(F) * value.shape[-1]
+                else:
+                    matrix = precision.sum(0, keepdim=True) if is_total else precision
+                    tril, info = torch.linalg.cholesky_ex(matrix)
+                    value = torch.cholesky_inverse(tril)
+                    value.masked_fill_((info != 0)[:, None, None], math.nan)
+                    log_det = -2 * tril.diagonal(dim1=-2, dim2=-1).log().sum()
+            kept = _Inverse(precision, precision._version, {precision.dtype: value}, log_det)
+            self._inverses[name] = kept
+        dtype = dtype or precision.dtype
+        if dtype not in kept.values:
+            kept.values[dtype] = kept.values[precision.dtype].to(dtype)
+        return kept.values[dtype]
+
+    def _log_det_inverse(self, name: str) -> Tensor:
+        """The log determinants of the inverse of a precision, summed over functions."""
+        self._inverse(name)
+        return self._inverses[name].log_det
 
     def _root(self, name: str, dtype: torch.dtype | None = None, is_tril: bool = False) -> Tensor:
         """R with R R^T the inverse of a precision, in the dtype of the precision or in this one.
@@ -651,6 +695,22 @@ class _Root(NamedTuple):
     version: int
     values: dict[torch.dtype, Tensor]
     num_changes: int
+
+
+class _Inverse(NamedTuple):
+    """The inverse of a precision at one of its versions, by dtype, and its log determinant."""
+
+    of: Tensor
+    version: int
+    values: dict[torch.dtype, Tensor]
+    log_det: Tensor
+
+
+def _times(matrices: Tensor, right: Tensor) -> Tensor:
+    """A b for symmetric matrices A `(F, K, K)`, or `(1, K, K)` for all, and rows b `(F, K)`."""
+    if len(matrices) == 1:
+        return right @ matrices[0]
+    return (right.unsqueeze(-2) @ matrices).squeeze(-2)
 
 
 def _solve(root: Tensor, right: Tensor) -> Tensor:
