@@ -6,6 +6,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests import scenarios
 from tests.scripts import lowest
@@ -66,3 +67,10 @@ def test_every_bound_has_a_lowest_version():
     pins = dict(pin.split("==") for pin in lowest.pins("dev"))
     assert named == set(pins)
     assert {"torch", "scikit-learn", "typer", "arviz"} <= named
+
+
+@pytest.mark.parametrize("extra", ["cli", "experiments"])
+def test_the_lowest_typer_works_with_the_newest_click(extra):
+    """Typer sets no upper bound on click, and its versions before 0.16.1 fail with click 8.2."""
+    (version,) = (pin for pin in lowest.pins(extra) if pin.startswith("typer=="))
+    assert Version(version.removeprefix("typer==")) >= Version("0.16.1")

@@ -517,9 +517,14 @@ class PoissonLikelihood(Likelihood):
         return _with_bounded_steps(ExpectedDerivatives(y - rate, rate), 4.0)
 
     def predictive_moments(self, moments: FunctionMoments) -> tuple[Tensor, Tensor, Tensor]:
-        """E y = E exp f = exp(m + v / 2), Var exp f = (exp(v) - 1) E[y]^2, E Var[y | f] = E y."""
+        """E y = E exp f = exp(m + v / 2), Var exp f = (exp(v) - 1) E[y]^2, E Var[y | f] = E y.
+
+        The variance is computed as exp(m + v) (1 - exp(-v)) exp(m + v): where exp(v) overflows and
+        E y underflows, their product would be NaN.
+        """
         mean = (moments.mean + 0.5 * moments.var).exp()
-        return mean, torch.expm1(moments.var) * mean.square(), mean
+        factor = (moments.mean + moments.var).exp()
+        return mean, factor * -torch.expm1(-moments.var) * factor, mean
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """log E exp(y f - exp f) / y!, by quadrature around the mode."""

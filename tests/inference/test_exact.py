@@ -342,6 +342,16 @@ def test_wrong_data_are_named(x, y, message):
         exact_posterior(model, x.double(), y.double())
 
 
+def test_inputs_of_another_dtype_are_named():
+    model = DAK(torch.nn.Identity(), 2, num_units=2, level=2)
+    for x, message in [
+        (torch.zeros(4, 2).float(), r"dtype of the model, torch\.float64; got torch\.float32"),
+        (torch.zeros(4, 2).long(), "floating dtype"),
+    ]:
+        with pytest.raises(TypeError, match=f"`x` must have .*{message}"):
+            exact_posterior(model, x, torch.zeros(4))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @rows
 def test_posterior_on_the_gpu_equals_that_on_the_cpu(num_rows):

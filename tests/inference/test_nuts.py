@@ -204,3 +204,11 @@ def test_bad_requests_are_refused():
         run_hmc(case.model, case.x, case.y, max_tree_depth=3)
     with pytest.raises(ValueError, match="`trajectory_length` must be positive"):
         run_hmc(case.model, case.x, case.y, trajectory_length=0.0)
+
+
+@pytest.mark.parametrize("run", [run_nuts, run_hmc])
+def test_inputs_of_another_dtype_are_named(run):
+    case = scenarios.gaussian_regression()
+    message = r"`x` must have the dtype of the model, torch\.float64; got torch\.float32"
+    with pytest.raises(TypeError, match=message):
+        run(case.model, case.x.float(), case.y, 4, 2, progress=False)

@@ -1,5 +1,6 @@
 import math
 
+import mpmath
 import pyro.distributions as dist
 import pytest
 import torch
@@ -378,3 +379,13 @@ def test_predictive_log_prob_is_exact_for_sharp_likelihoods(likelihood, y, mean,
     moments = FunctionMoments(torch.tensor([[mean]]), torch.tensor([[var]]))
     ours = likelihood.predictive_log_prob(torch.tensor([[y]]), moments)
     assert_close(ours.item(), grid_log_prob(likelihood, y, mean, var).item(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mean", "var"), [(0.3, 1e-9), (0.3, 0.7), (-900.0, 800.0), (200.0, 0.0)])
+def test_the_variance_of_a_rate_is_that_of_a_log_normal_at_any_scale(mean, var):
+    moments = FunctionMoments(torch.tensor([[mean]]), torch.tensor([[var]]))
+    found = PoissonLikelihood().predictive_moments(moments)[1].item()
+    with mpmath.workdps(20):
+        m, v = mpmath.mpf(mean), mpmath.mpf(var)
+        expected = float(mpmath.expm1(v) * mpmath.exp(2 * m + v))
+    assert found == pytest.approx(expected, rel=1e-12, abs=0)

@@ -53,7 +53,7 @@ def test_a_refit_is_as_wide_as_its_errors():
         assert abs(coverage(model, X, y, level) - level) < four_errors(level, 300, 4000)
 
 
-@pytest.mark.parametrize(("split", "size"), [(2, 1), (4, 1), (1, 5)])
+@pytest.mark.parametrize(("split", "size"), [(0, 1), (2, 1), (4, 1), (1, 5)])
 def test_intervals_of_the_diabetes_table_are_no_wider_than_without_any_input(split, size):
     X, y = load_diabetes(return_X_y=True)
     order = np.random.default_rng((2026, split)).permutation(len(X))  # the splits of `make demo`

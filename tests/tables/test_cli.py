@@ -322,7 +322,7 @@ BYTES = {
     "not UTF-8": (b"a,price\n\xff\xfe,1\n", "not UTF-8"),
     "ragged": (b"a,price\n1,2\n1,2,3,4\n", "cannot be read as CSV"),
     "wrong delimiter": (b"a;b;price\n1;2;3\n", "--delimiter ';'"),
-    "repeated names": (b"a,price,price\n1,2,3\n", "price"),
+    "repeated names": (b"a,price,price\n1,2,3\n", "several columns called `price`"),
 }
 
 
@@ -332,7 +332,7 @@ def test_broken_file(case, files, tmp_path):
     (tmp_path / "t.csv").write_bytes(data)
     (tmp_path / "t.parquet").write_bytes(data)
     arguments = ("--target", "price", "--out", tmp_path / "model", "--quiet")
-    fail("fit", tmp_path / "t.csv", *arguments, match=match if "names" not in case else "")
+    fail("fit", tmp_path / "t.csv", *arguments, match=match)
     fail("fit", tmp_path / "t.parquet", *arguments, match="Parquet")
     fail("predict", files / "model", tmp_path / "t.csv")
     assert not (tmp_path / "model").exists()

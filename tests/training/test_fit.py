@@ -17,6 +17,7 @@ from pyro_dak import (
     GaussianLikelihood,
     HorseshoePrior,
     LocalReparamELBO,
+    LowRankGuide,
     MeanFieldGuide,
     predict,
 )
@@ -112,6 +113,20 @@ def test_scoring_held_out_rows_changes_neither_weights_nor_running_statistics(ob
         train(model, guide, objective=objective, **options)
         states.append(module_tensors(model, guide))
     assert_same(*states)
+
+
+def test_the_score_of_held_out_rows_counts_the_covariance_between_outputs():
+    model, _ = make_model(num_outputs=3)
+    guide = LowRankGuide(model)
+    nn.init.normal_(guide.factor)
+    x, y = make_data()[0], torch.randn(60, 3)
+    row = train(model, guide, (x, y), epochs=1, validation=(x, y)).rows[-1]
+    with torch.no_grad():
+        q = guide.moments(model.layer, model.eval().unit_inputs(x))
+        cov = torch.einsum("rnf,rng->nfg", q.root, q.root)
+        independent = q.var - cov.diagonal(dim1=-2, dim2=-1) + model.likelihood.noise_scale**2
+        p = torch.distributions.MultivariateNormal(q.mean, cov + torch.diag_embed(independent))
+        assert row["val_nlpd"] == pytest.approx(-p.log_prob(y).mean().item())
 
 
 @pytest.mark.parametrize(("likelihood", "name"), [
