@@ -67,9 +67,9 @@ def fit(
     epochs: int = 100,
     batch_size: int = 512,
     learning_rate: float = 1e-2,
-    last_layer_learning_rate: float | None = None,
+    last_layer_learning_rate: float | None = 1e-2,
     optimizer: str = "adam",
-    last_layer_optimizer: str | None = None,
+    last_layer_optimizer: str | None = "adam",
     schedule: str | Schedule = "one_cycle",
     weight_decay: float = 0.0,
     decay_last_layer: bool = False,
@@ -109,11 +109,12 @@ def fit(
         epochs: passes over the data.
         batch_size: rows per step, over all processes; ignored for an iterable.
         learning_rate: rate of the network at the peak of the schedule.
-        last_layer_learning_rate: rate of guide, scales and noise; by default the same.
-        optimizer: "adam", "adamw", "sgd" or "adadelta".
-        last_layer_optimizer: optimiser of guide, scales and noise; by default the same. The KL
-            moves the scales of q by gradients of order 1 / N per datum, which "sgd" and "adadelta"
-            hardly follow; "adam" does, whatever their size.
+        last_layer_learning_rate: rate of guide, scales and noise at the peak, whatever that of the
+            network is; None for that of the network.
+        optimizer: optimiser of the network, "adam", "adamw", "sgd" or "adadelta".
+        last_layer_optimizer: optimiser of guide, scales and noise; None for that of the network.
+            The KL moves the scales of q by gradients of order 1 / N per datum, which "sgd" and
+            "adadelta" hardly follow; "adam" does, whatever their size.
         schedule: "one_cycle", "cosine", "constant", "step", or a function of
             (step, total steps, steps per epoch).
         weight_decay: weight decay of the network.
