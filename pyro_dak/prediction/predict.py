@@ -40,9 +40,10 @@ def predict(
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
 
-    Each row is predicted by itself, in eval mode and without gradients: with the same seed it gets
-    the same prediction, up to rounding, whatever rows are beside it. Features are computed once per
-    row, and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
+    Each row is predicted by itself, in eval mode and without gradients: it gets the same prediction
+    at every call, up to rounding, whatever rows are beside it. Where draws are needed, they come
+    from `seed`, and torch's global random state stays as it is. Features are computed once per row,
+    and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
     share model and guide; those that draw from a guide of Pyro wait for each other.
 
     Args:
@@ -52,7 +53,7 @@ def predict(
         num_samples: draws of f for "mc"; draws of the weights for guides without closed form.
         residual_variance: add the prior variance that the grid loses between and outside its nodes,
             so that far from the data the uncertainty returns to the prior's.
-        seed: of the draws, where there are any; by default from torch's global state.
+        seed: of the draws, where there are any; None is 0. Another seed gives other draws.
         chunk_size: rows at a time; few thousands fit the cache of a processor.
         compile: compile network and last layer: ten seconds at the first call for a model, then
             faster ones; goes on without, with a warning, where that fails.
@@ -62,6 +63,7 @@ def predict(
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
     check_seed("seed", seed)
+    seed = 0 if seed is None else int(seed)
     check_inputs(model, x)
     check_guide(model, guide)
     device = model.layer.log_unit_scale.device
@@ -75,7 +77,6 @@ def predict(
             sites = draw_sites(guide, num_samples, x[:1].to(device))
         check_draws(model, sites)
     with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
-        seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
         moments_at = freeze(
             model, guide, sites, residual_variance, num_rows=len(x), compile=compile
         )
@@ -85,7 +86,7 @@ def predict(
             if has_classes:
                 draws = None
                 if needs_draws:
-                    generator = torch.Generator(device).manual_seed(int(seed or 0))
+                    generator = torch.Generator(device).manual_seed(seed)
                     draws = sample_marginals(q, num_samples, generator)
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
             else:
