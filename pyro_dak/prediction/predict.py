@@ -1,6 +1,7 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,18 @@ from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, with_own_tensors
 from pyro_dak.prediction.freeze import freeze
+from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
-__all__ = ["FunctionDraws", "components", "predict", "sample_functions"]
+__all__ = [
+    "FunctionDraws",
+    "components",
+    "frozen_functions",
+    "predict",
+    "sample_functions",
+    "with_bar",
+]
 
 
 def predict(
@@ -44,7 +53,8 @@ def predict(
     at every call, up to rounding, whatever rows are beside it. Where draws are needed, they come
     from `seed`, and torch's global random state stays as it is. Features are computed once per row,
     and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
-    share model and guide; those that draw from a guide of Pyro wait for each other.
+    share model and guide; those that draw from a guide of Pyro wait for each other. A model that
+    was calibrated (see `calibrate`) predicts with the number that was found.
 
     Args:
         guide: a guide of this library or any Pyro guide of the model's sites.
@@ -70,19 +80,19 @@ def predict(
     likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     needs_draws = has_classes and method == "mc"
+    own: Any = model.likelihood
+    number = None if model.calibration is None else float(model.calibration)
+    if number is not None:
+        likelihood, own = (rescaled_likelihood(part, number) for part in (likelihood, own))
     parts: list[list[Tensor]] = []
-    sites = None
-    if not getattr(guide, "has_closed_form", False):
-        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
-            sites = draw_sites(guide, num_samples, x[:1].to(device))
-        check_draws(model, sites)
-    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
-        moments_at = freeze(
-            model, guide, sites, residual_variance, num_rows=len(x), compile=compile
-        )
-        own: Any = model.likelihood
-        for chunk in _with_bar(x.split(int(chunk_size)), progress):
+    options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "compile": compile}
+    with frozen_functions(
+        model, guide, x, residual_variance=residual_variance, **options
+    ) as moments_at:
+        for chunk in with_bar(x.split(int(chunk_size)), progress):
             q = moments_at(chunk.to(device))
+            if number is not None:
+                q = rescaled_moments(own, q, number)
             if has_classes:
                 draws = None
                 if needs_draws:
@@ -104,6 +114,30 @@ def predict(
     return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood)
 
 
+@contextmanager
+def frozen_functions(
+    model: DAK,
+    guide: nn.Module,
+    x: Tensor,
+    *,
+    num_samples: int,
+    residual_variance: bool,
+    seed: int,
+    compile: bool = False,
+) -> Iterator[Callable[[Tensor], FunctionMoments]]:
+    """A context with q(f) as a function of rows of x, as they are without calibration.
+
+    Guides without a closed form are known by `num_samples` draws from `seed`.
+    """
+    sites, device = None, model.layer.log_unit_scale.device
+    if not getattr(guide, "has_closed_form", False):
+        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
+            sites = draw_sites(guide, num_samples, x[:1].to(device))
+        check_draws(model, sites)
+    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
+        yield freeze(model, guide, sites, residual_variance, num_rows=len(x), compile=compile)
+
+
 def components(
     model: DAK, guide: GaussianGuide, x: Tensor, *, chunk_size: int = 1024, progress: bool = True
 ) -> Components:
@@ -123,7 +157,7 @@ def components(
         known_sites(model, for_y=False),
     ):
         roots = guide.unit_roots()
-        for chunk in _with_bar(x.split(int(chunk_size)), progress):
+        for chunk in with_bar(x.split(int(chunk_size)), progress):
             h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
             mean = model.layer.component_means(h, guide.weight_means())
             var = model.layer.component_variances(h, *roots)
@@ -179,6 +213,6 @@ def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> Function
     return FunctionDraws(model, sites)
 
 
-def _with_bar(chunks: Sequence[Tensor], progress: bool) -> Iterable[Tensor]:
+def with_bar(chunks: Sequence[Tensor], progress: bool, name: str = "predict") -> Iterable[Tensor]:
     """The chunks, behind a bar that shows after two seconds."""
-    return tqdm(chunks, desc="predict", delay=2.0, leave=False) if progress else chunks
+    return tqdm(chunks, desc=name, delay=2.0, leave=False) if progress else chunks

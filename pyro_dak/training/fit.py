@@ -96,11 +96,12 @@ def fit(
 ) -> History:
     """Train model and guide together by maximising a lower bound of the evidence.
 
-    Model and guide are changed in place and left in eval mode. The same seed on the same machine
-    gives the same result, and so does a run that was stopped and resumed (if a loader draws random
-    numbers while it loads rows, resume at the end of an epoch). Under several processes,
-    started by `fabric run` or `torchrun`, each process takes a share of every batch, and the result
-    is that of one process, up to draws and layers that look at the whole batch, such as BatchNorm.
+    Model and guide are changed in place and left in eval mode, without a calibration that the model
+    had from before (see `calibrate`). The same seed on the same machine gives the same result, and
+    so does a run that was stopped and resumed (if a loader draws random numbers while it loads
+    rows, resume at the end of an epoch). Under several processes, started by `fabric run` or
+    `torchrun`, each process takes a share of every batch, and the result is that of one process, up
+    to draws and layers that look at the whole batch, such as BatchNorm.
 
     Args:
         guide: a guide of the model's sites.
@@ -207,6 +208,7 @@ def fit(
             set_up_guide(guide, model, first[:2].to(fabric.device))
             if isinstance(elbo, AnalyticELBO):
                 check_sites(model, first)
+        model.calibration = None  # it belonged to the weights from before
         loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
