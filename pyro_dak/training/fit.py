@@ -208,12 +208,12 @@ def fit(
             set_up_guide(guide, model, first[:2].to(fabric.device))
             if isinstance(elbo, AnalyticELBO):
                 check_sites(model, first)
-        model.calibration = None  # it belonged to the weights from before
         loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
                 check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
         score_fn = None if held_out is None else partial(loss.score, *held_out, fabric)
+        model.calibration = None  # it belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)

@@ -239,6 +239,14 @@ def test_a_new_fit_forgets_the_number(tmp_path):
     assert load(next(tmp_path.glob("step-*"))).model.calibration is None
 
 
+def test_a_fit_that_is_refused_before_it_trains_leaves_the_number():
+    case = make()
+    number = calibrated(case).number
+    with pytest.raises(ValueError, match="`y` must"):
+        fit(case.model, case.guide, (case.x, case.y * math.nan), progress=False)
+    assert_close(float(case.model.calibration), number)
+
+
 def test_without_a_number_predictions_are_those_of_the_frozen_posterior():
     case = make()
     frozen = freeze(case.model, case.guide)(case.x)
