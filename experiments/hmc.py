@@ -202,6 +202,7 @@ def fit_guides(
                 epochs=effort.guide_steps,
                 batch_size=len(h),
                 learning_rate=0.05,
+                last_layer_learning_rate=None,  # that of the network
                 clip_norm=None,
                 seed=seed,
                 progress=False,

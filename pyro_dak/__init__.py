@@ -36,7 +36,7 @@ from pyro_dak.model.priors import (
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.prediction import components, predict, sample_functions
+from pyro_dak.prediction import calibrate, components, predict, sample_functions
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 
@@ -74,6 +74,7 @@ __all__ = [
     "StudentTPrior",
     "TrainingError",
     "UnitBlockGuide",
+    "calibrate",
     "compare_posteriors",
     "components",
     "exact_posterior",

@@ -83,8 +83,8 @@ METHODS = {
 }
 # Results of functions that are attacked, and errors; nobody makes them by hand.
 RESULTS = (
-    "CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding FunctionDraws "
-    "GaussianGuide History Kernel LeaveOneOut MCMCRun PosteriorComparison Prediction "
+    "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding "
+    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun PosteriorComparison Prediction "
     "PredictiveCheck SBCResult Summary TrainingError TrilGuide Weights evaluating "
     "local_parameters log_ratios"
 ).split()
@@ -627,6 +627,28 @@ def _(name: str) -> Any:
     with torch.no_grad():
         guide(arguments["x"], None)
     return pyro_dak.predict, {**arguments, "guide": guide, "num_samples": 4, "progress": False}
+
+
+def _is_calibration(result: Any, arguments: Arguments) -> bool:
+    is_better = result.nlpd_after <= result.nlpd_before
+    return result.num_rows == len(arguments["x_val"]) and result.number > 0 and is_better
+
+
+@target("calibrate", is_right=_is_calibration, cost=4, numbers="any")
+def _(name: str) -> Any:
+    rows = {"x_val": torch.randn(2 * N, D), "y_val": torch.randn(2 * N, 1)}
+    options = {"num_samples": 5, "residual_variance": False, "seed": 2, "chunk_size": 5}
+    return pyro_dak.calibrate, {**without(case(), "x", "y"), **rows, **options, "progress": False}
+
+
+@target("calibrate: classes", is_right=_is_calibration, cost=4, numbers="any")
+def _(name: str) -> Any:
+    arguments = without(case("categorical"), "x", "y")
+    x = torch.randn(4 * N, D)
+    y = pyro_dak.predict(**arguments, x=x).label
+    y[:3] = (y[:3] + 1) % 3
+    options = {"method": "mc", "num_samples": 5, "seed": 2, "progress": False}
+    return pyro_dak.calibrate, {**arguments, "x_val": x, "y_val": y, **options}
 
 
 def _are_components(result: Any, arguments: Arguments) -> bool:

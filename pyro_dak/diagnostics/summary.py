@@ -40,13 +40,15 @@ _MESSAGES = {
     "leave-one-out": "{} of {} rows have k-hat above 0.7: they move the posterior a lot when left "
     "out (outliers, or noise set too small), and their scores are not reliable.",
     "under-dispersed": "predictions are too narrow (the PIT histogram is a valley): `y` falls "
-    "outside the intervals too often. Raise or learn `noise_scale`, or use "
-    "HeteroscedasticLikelihood.",
+    "outside the intervals too often. Raise or learn `noise_scale`, use HeteroscedasticLikelihood, "
+    "or `calibrate` on held-out rows.",
     "over-dispersed": "predictions are too wide (the PIT histogram is a hill). Lower or learn "
-    "`noise_scale`.",
+    "`noise_scale`, train longer, or `calibrate` on held-out rows.",
     "bias": "predictions are too {} on average (mean PIT {:.2f}).",
-    "overconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}.",
-    "underconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}.",
+    "overconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}: `calibrate` on "
+    "held-out rows.",
+    "underconfident": "the mean confidence is {:.2f}, but the accuracy is {:.2f}: train longer, or "
+    "`calibrate` on held-out rows.",
     "divergences": "{} transitions diverged: raise `target_accept_prob`.",
     "r-hat": "it is up to {:.2f}: the chains have not mixed. Run longer.",
     "effective sample size": "it is as low as {:.0f}. Run longer.",
@@ -101,7 +103,7 @@ def summary(
     0.7; for predictions that are too narrow, too wide or biased (by PIT values, or by confidence
     against accuracy for classes); and for divergences, r-hat and effective sample size of a
     sampler. On rows that the network was trained on, calibration looks better than it is: give
-    held-out rows to judge it.
+    held-out rows to judge it. The number that `calibrate` finds does not enter.
 
     x `(N, ...)` and y are the rows that the posterior was made from. `num_samples` is the number of
     draws from a guide.

@@ -1,5 +1,6 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,13 @@ class DAK(PyroModule):
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
         prior: priors of some sites by name (see `pyro_dak.model.priors`); the rest are N(0, 1).
         linear_term: whether every unit has a Bayesian linear term beside its process.
+
+    Attributes:
+        calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
+            None before. It is part of the state, and belongs to the weights beside it.
     """
+
+    calibration: Tensor | None
 
     def __init__(
         self,
@@ -99,6 +106,7 @@ class DAK(PyroModule):
             )
         self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
         self.input_shape: tuple[int, ...] | None = None
+        self.register_buffer("calibration", None)
         self.feature_extractor = feature_extractor
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         self.scaling = build_scaling(scaling, num_units, bounds)
@@ -110,6 +118,19 @@ class DAK(PyroModule):
         self.prior = resolve_priors(prior, self.site_shapes)
         inside = {n: sites_inside(self.prior[n], shape) for n, shape in self.site_shapes.items()}
         self.sites_in_priors = {name: sites for name, sites in inside.items() if sites}
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load weights with their calibration; those that come without one, with none."""
+        name = f"{prefix}calibration"
+        one = self.layer.log_unit_scale.detach().new_ones(())
+        self.calibration = one if name in state_dict else None
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        value = self.calibration
+        if value is not None and not value.is_meta and not 0 < float(value) < math.inf:
+            self.calibration = None
+            arguments[-1].append(f"`{name}` must be positive and finite; got {float(value)}.")
 
     def _site_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         F, P, M = self.num_functions, self.num_units, self.num_inducing

@@ -1,18 +1,22 @@
 """From a posterior to predictions.
 
 `freeze` makes q(f) a function of x and is the only caller of the fast path, `predict` turns it into
-the objects of `results`.
+the objects of `results`. `calibrate` finds one number on held-out rows, by which `predict` then
+rescales predictions.
 """
 
+from pyro_dak.prediction.calibration import Calibration, calibrate
 from pyro_dak.prediction.freeze import freeze
 from pyro_dak.prediction.predict import FunctionDraws, components, predict, sample_functions
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 
 __all__ = [
+    "Calibration",
     "ClassPrediction",
     "Components",
     "FunctionDraws",
     "Prediction",
+    "calibrate",
     "components",
     "freeze",
     "predict",

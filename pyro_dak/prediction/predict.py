@@ -1,6 +1,7 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,18 @@ from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, with_own_tensors
 from pyro_dak.prediction.freeze import freeze
+from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
-__all__ = ["FunctionDraws", "components", "predict", "sample_functions"]
+__all__ = [
+    "FunctionDraws",
+    "components",
+    "frozen_functions",
+    "predict",
+    "sample_functions",
+    "with_bar",
+]
 
 
 def predict(
@@ -40,10 +49,12 @@ def predict(
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
 
-    Each row is predicted by itself, in eval mode and without gradients: with the same seed it gets
-    the same prediction, up to rounding, whatever rows are beside it. Features are computed once per
-    row, and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
-    share model and guide; those that draw from a guide of Pyro wait for each other.
+    Each row is predicted by itself, in eval mode and without gradients: it gets the same prediction
+    at every call, up to rounding, whatever rows are beside it. Where draws are needed, they come
+    from `seed`, and torch's global random state stays as it is. Features are computed once per row,
+    and rows stream through in chunks, so that memory beyond the result is bounded. Threads may
+    share model and guide; those that draw from a guide of Pyro wait for each other. A model that
+    was calibrated (see `calibrate`) predicts with the number that was found.
 
     Args:
         guide: a guide of this library or any Pyro guide of the model's sites.
@@ -52,7 +63,7 @@ def predict(
         num_samples: draws of f for "mc"; draws of the weights for guides without closed form.
         residual_variance: add the prior variance that the grid loses between and outside its nodes,
             so that far from the data the uncertainty returns to the prior's.
-        seed: of the draws, where there are any; by default from torch's global state.
+        seed: of the draws, where there are any; None is 0. Another seed gives other draws.
         chunk_size: rows at a time; few thousands fit the cache of a processor.
         compile: compile network and last layer: ten seconds at the first call for a model, then
             faster ones; goes on without, with a warning, where that fails.
@@ -62,30 +73,30 @@ def predict(
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
     check_seed("seed", seed)
+    seed = 0 if seed is None else int(seed)
     check_inputs(model, x)
     check_guide(model, guide)
     device = model.layer.log_unit_scale.device
     likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     needs_draws = has_classes and method == "mc"
+    own: Any = model.likelihood
+    number = None if model.calibration is None else float(model.calibration)
+    if number is not None:
+        likelihood, own = (rescaled_likelihood(part, number) for part in (likelihood, own))
     parts: list[list[Tensor]] = []
-    sites = None
-    if not getattr(guide, "has_closed_form", False):
-        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
-            sites = draw_sites(guide, num_samples, x[:1].to(device))
-        check_draws(model, sites)
-    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
-        seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
-        moments_at = freeze(
-            model, guide, sites, residual_variance, num_rows=len(x), compile=compile
-        )
-        own: Any = model.likelihood
-        for chunk in _with_bar(x.split(int(chunk_size)), progress):
+    options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "compile": compile}
+    with frozen_functions(
+        model, guide, x, residual_variance=residual_variance, **options
+    ) as moments_at:
+        for chunk in with_bar(x.split(int(chunk_size)), progress):
             q = moments_at(chunk.to(device))
+            if number is not None:
+                q = rescaled_moments(own, q, number)
             if has_classes:
                 draws = None
                 if needs_draws:
-                    generator = torch.Generator(device).manual_seed(int(seed or 0))
+                    generator = torch.Generator(device).manual_seed(seed)
                     draws = sample_marginals(q, num_samples, generator)
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
             else:
@@ -101,6 +112,30 @@ def predict(
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
     return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood)
+
+
+@contextmanager
+def frozen_functions(
+    model: DAK,
+    guide: nn.Module,
+    x: Tensor,
+    *,
+    num_samples: int,
+    residual_variance: bool,
+    seed: int,
+    compile: bool = False,
+) -> Iterator[Callable[[Tensor], FunctionMoments]]:
+    """A context with q(f) as a function of rows of x, as they are without calibration.
+
+    Guides without a closed form are known by `num_samples` draws from `seed`.
+    """
+    sites, device = None, model.layer.log_unit_scale.device
+    if not getattr(guide, "has_closed_form", False):
+        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
+            sites = draw_sites(guide, num_samples, x[:1].to(device))
+        check_draws(model, sites)
+    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
+        yield freeze(model, guide, sites, residual_variance, num_rows=len(x), compile=compile)
 
 
 def components(
@@ -122,7 +157,7 @@ def components(
         known_sites(model, for_y=False),
     ):
         roots = guide.unit_roots()
-        for chunk in _with_bar(x.split(int(chunk_size)), progress):
+        for chunk in with_bar(x.split(int(chunk_size)), progress):
             h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
             mean = model.layer.component_means(h, guide.weight_means())
             var = model.layer.component_variances(h, *roots)
@@ -178,6 +213,6 @@ def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> Function
     return FunctionDraws(model, sites)
 
 
-def _with_bar(chunks: Sequence[Tensor], progress: bool) -> Iterable[Tensor]:
+def with_bar(chunks: Sequence[Tensor], progress: bool, name: str = "predict") -> Iterable[Tensor]:
     """The chunks, behind a bar that shows after two seconds."""
-    return tqdm(chunks, desc="predict", delay=2.0, leave=False) if progress else chunks
+    return tqdm(chunks, desc=name, delay=2.0, leave=False) if progress else chunks

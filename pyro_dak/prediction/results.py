@@ -1,5 +1,6 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.inference.densities import seeded
 from pyro_dak.model.likelihoods import (
     CategoricalLikelihood,
     GaussianLikelihood,
@@ -16,6 +18,9 @@ from pyro_dak.model.likelihoods import (
 from pyro_dak.validation import check_integer, check_probability
 
 __all__ = ["ClassPrediction", "Components", "Prediction"]
+
+# So many draws at a time are sorted for a quantile: torch takes no more than 2^24 numbers.
+_MAX_DRAWS = 2**23
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,16 @@ class Prediction:
         """The q-quantile of y, `(N, C)`.
 
         With Gaussian noise that of N(mean, variance), exact if the noise is the same everywhere;
-        other likelihoods take it from `num_samples` draws.
+        other likelihoods take it from `num_samples` draws, always the same ones.
         """
         check_probability("q", q)
+        check_integer("num_samples", num_samples, minimum=1)
         if isinstance(self.likelihood, GaussianLikelihood | HeteroscedasticLikelihood):
             return self.mean + torch.special.ndtri(self.mean.new_tensor(q)) * self.std
-        return self.sample(num_samples).quantile(q, 0)
+        size = max(1, _MAX_DRAWS // (num_samples * self.mean.shape[-1]))
+        with seeded(0), torch.no_grad():
+            parts = (self._draws(rows, num_samples) for rows in _slices(len(self.mean), size))
+            return torch.cat([draws.quantile(q, 0) for draws in parts])
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval with probability `level`."""
@@ -63,8 +72,7 @@ class Prediction:
         """Draws of y, `(S, N, C)`, independent over rows and jointly over outputs."""
         check_integer("num_samples", num_samples, minimum=1)
         with torch.no_grad():
-            f = sample_marginals(self.functions, num_samples)
-            return self.likelihood.distribution(f).sample()
+            return self._draws(slice(None), num_samples)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """log p(y) of each row under the predictive distribution, `(N,)`, in nats.
@@ -76,16 +84,20 @@ class Prediction:
         y = self.likelihood.check_targets(y, self.mean.shape[-1])
         self.likelihood.check_values(y, self.mean.shape[-1])
         _check_rows(y, self.mean)
-        mean, var, root = self.functions
         with torch.no_grad():
-            rows = [
-                self.likelihood.predictive_log_prob(
-                    y[part],
-                    FunctionMoments(mean[part], var[part], None if root is None else root[:, part]),
-                )
-                for part in (slice(i, i + 8192) for i in range(0, len(y), 8192))
+            parts = [
+                self.likelihood.predictive_log_prob(y[rows], self._functions_at(rows))
+                for rows in _slices(len(y), 8192)
             ]
-        return torch.cat(rows)
+        return torch.cat(parts)
+
+    def _draws(self, rows: slice, num_samples: int) -> Tensor:
+        f = sample_marginals(self._functions_at(rows), num_samples)
+        return self.likelihood.distribution(f).sample()
+
+    def _functions_at(self, rows: slice) -> FunctionMoments:
+        mean, var, root = self.functions
+        return FunctionMoments(mean[rows], var[rows], None if root is None else root[:, rows])
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,10 @@ class Components(NamedTuple):
     mean: Tensor
     variance: Tensor
     unit_inputs: Tensor
+
+
+def _slices(num_rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, num_rows, size))
 
 
 def _check_rows(y: Tensor, like: Tensor) -> None:

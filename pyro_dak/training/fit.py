@@ -67,9 +67,9 @@ def fit(
     epochs: int = 100,
     batch_size: int = 512,
     learning_rate: float = 1e-2,
-    last_layer_learning_rate: float | None = None,
+    last_layer_learning_rate: float | None = 1e-2,
     optimizer: str = "adam",
-    last_layer_optimizer: str | None = None,
+    last_layer_optimizer: str | None = "adam",
     schedule: str | Schedule = "one_cycle",
     weight_decay: float = 0.0,
     decay_last_layer: bool = False,
@@ -96,11 +96,12 @@ def fit(
 ) -> History:
     """Train model and guide together by maximising a lower bound of the evidence.
 
-    Model and guide are changed in place and left in eval mode. The same seed on the same machine
-    gives the same result, and so does a run that was stopped and resumed (if a loader draws random
-    numbers while it loads rows, resume at the end of an epoch). Under several processes,
-    started by `fabric run` or `torchrun`, each process takes a share of every batch, and the result
-    is that of one process, up to draws and layers that look at the whole batch, such as BatchNorm.
+    Model and guide are changed in place and left in eval mode, without a calibration that the model
+    had from before (see `calibrate`). The same seed on the same machine gives the same result, and
+    so does a run that was stopped and resumed (if a loader draws random numbers while it loads
+    rows, resume at the end of an epoch). Under several processes, started by `fabric run` or
+    `torchrun`, each process takes a share of every batch, and the result is that of one process, up
+    to draws and layers that look at the whole batch, such as BatchNorm.
 
     Args:
         guide: a guide of the model's sites.
@@ -109,11 +110,12 @@ def fit(
         epochs: passes over the data.
         batch_size: rows per step, over all processes; ignored for an iterable.
         learning_rate: rate of the network at the peak of the schedule.
-        last_layer_learning_rate: rate of guide, scales and noise; by default the same.
-        optimizer: "adam", "adamw", "sgd" or "adadelta".
-        last_layer_optimizer: optimiser of guide, scales and noise; by default the same. The KL
-            moves the scales of q by gradients of order 1 / N per datum, which "sgd" and "adadelta"
-            hardly follow; "adam" does, whatever their size.
+        last_layer_learning_rate: rate of guide, scales and noise at the peak, whatever that of the
+            network is; None for that of the network.
+        optimizer: optimiser of the network, "adam", "adamw", "sgd" or "adadelta".
+        last_layer_optimizer: optimiser of guide, scales and noise; None for that of the network.
+            The KL moves the scales of q by gradients of order 1 / N per datum, which "sgd" and
+            "adadelta" hardly follow; "adam" does, whatever their size.
         schedule: "one_cycle", "cosine", "constant", "step", or a function of
             (step, total steps, steps per epoch).
         weight_decay: weight decay of the network.
@@ -211,6 +213,7 @@ def fit(
             with explaining(model, guide=guide):
                 check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
         score_fn = None if held_out is None else partial(loss.score, *held_out, fabric)
+        model.calibration = None  # it belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)

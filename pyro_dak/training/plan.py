@@ -69,7 +69,8 @@ class TrainingError(RuntimeError):
 class Plan:
     """How to train. `fit`, the estimators for tables and the baselines all build one.
 
-    The fields that `fit` has as arguments mean what they mean there.
+    The fields that `fit` has as arguments mean what they mean there. Unless it says otherwise, the
+    last layer has the learning rate and the optimiser of the network here; `fit` gives it its own.
 
     Args:
         stop_after: number of epochs of the schedule after which training stops; by default all.

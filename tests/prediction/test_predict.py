@@ -437,6 +437,50 @@ def test_sampled_class_probabilities_are_row_wise_too(guide):
     assert not torch.equal(predict(model, q, x, num_samples=30, seed=6).probs, whole.probs)
 
 
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("guide", ["mean_field", "low_rank", "normal"])
+def test_predictions_are_the_same_at_every_call_and_leave_the_global_state(guide, likelihood):
+    model, q, x = make(likelihood, guide="mean_field" if guide == "normal" else guide)
+    if guide == "normal":
+        q = AutoNormal(model, init_scale=0.3)
+        q(x, model.likelihood.placeholder_targets(40, 2))
+    state = torch.get_rng_state()
+    first, second = (predict(model, q, x, num_samples=10) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.functions.mean, second.functions.mean)
+    name = "probs" if likelihood == "categorical" else "variance"
+    assert torch.equal(getattr(first, name), getattr(second, name))
+    seeded = predict(model, q, x, num_samples=10, seed=0)
+    assert torch.equal(getattr(first, name), getattr(seeded, name))
+    other = predict(model, q, x, num_samples=10, seed=1)
+    is_drawn = guide == "normal" or likelihood == "categorical"
+    assert torch.equal(getattr(first, name), getattr(other, name)) != is_drawn
+
+
+@pytest.mark.parametrize("likelihood", ["student_t", "poisson", "bernoulli"])
+def test_quantiles_from_draws_are_the_same_at_every_call_and_samples_are_not(likelihood):
+    model, guide, x = make(likelihood)
+    prediction = predict(model, guide, x)
+    state = torch.get_rng_state()
+    (lower, upper), again = prediction.interval(), prediction.interval()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(lower, again[0])
+    assert torch.equal(upper, again[1])
+    assert (lower <= upper).all()
+    assert not torch.equal(prediction.sample(20), prediction.sample(20))
+
+
+def test_quantiles_from_draws_have_no_largest_number_of_rows():
+    model, guide, x = make("student_t", num_outputs=1)
+    prediction = predict(model, guide, x.repeat(500, 1))  # 20 million draws
+    quantile = prediction.quantile(0.9)
+    assert quantile.shape == (20_000, 1)
+    share = (prediction.sample(100) < quantile).double().mean()
+    # A row's share of new draws below its quantile has mean 0.9 up to 1 / 1000, of 1,000 draws.
+    error = (0.09 / 20_000 * (1 / 100 + 1 / 1000)) ** 0.5
+    assert (share - 0.9).abs() < 4 * error + 1e-3
+
+
 def test_draws_of_other_guides_are_row_wise_too():
     model, _, x = make()
     guide = AutoNormal(model, init_scale=0.3)

@@ -311,7 +311,8 @@ def test_a_loader_and_its_rows_as_tensors_have_the_same_bound(batch_size, object
         with torch.no_grad():  # of no width, so that all draws are the same
             for site in ("z", "mu"):
                 getattr(guide, f"{site}_log_scale").fill_(-30.0)
-        options = {"batch_size": batch_size, "learning_rate": 1e-30, "objective": objective}
+        rates = {"learning_rate": 1e-30, "last_layer_learning_rate": None}
+        options = {"batch_size": batch_size, "objective": objective} | rates
         history = train(model, guide, data, epochs=1, **options)
         terms = ClosedFormELBO().terms(model, guide, x, y)
         rows.append(history.rows[0])

@@ -58,6 +58,7 @@ def test_a_checkpoint_resumes_to_the_same_result(tmp_path):
         batch_size=20,
         learning_rate=5e-3,
         optimizer="sgd",
+        last_layer_learning_rate=5e-3,
         last_layer_optimizer="adam",
         validation=0.2,
         patience=3,

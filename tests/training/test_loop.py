@@ -360,5 +360,6 @@ def test_more_models_than_the_compiler_allows_by_itself_are_all_compiled():
 @pytest.mark.parametrize("objective", ["closed_form", "local", "trace"])
 def test_training_that_diverges_is_a_training_error_whatever_the_objective(objective):
     options = {"learning_rate": 1e10, "optimizer": "sgd", "clip_norm": None, "epochs": 20}
+    options |= {"last_layer_learning_rate": None, "last_layer_optimizer": None}
     with pytest.raises(TrainingError, match=r"in epoch \d+, step \d+. Lower the learning rate"):
         train(*make_model(), objective=objective, **options)

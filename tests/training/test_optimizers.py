@@ -9,7 +9,14 @@ from torch.testing import assert_close
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import Plan
-from tests.training.runs import OWN_OPTIMIZER, make_data, make_model, parameters_after, train
+from tests.training.runs import (
+    OWN_OPTIMIZER,
+    assert_same,
+    make_data,
+    make_model,
+    parameters_after,
+    train,
+)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adadelta"])
@@ -44,12 +51,24 @@ def test_last_layer_has_its_own_learning_rate():
     assert (after[weight] - before[weight]).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adadelta"])
+def test_the_last_layer_learns_by_default_whatever_the_rate_of_the_network_is(optimizer):
+    before = module_tensors(*make_model())
+    own = parameters_after(learning_rate=1e-12, optimizer=optimizer)
+    said = {"last_layer_learning_rate": 1e-2, "last_layer_optimizer": "adam"}
+    assert_same(own, parameters_after(learning_rate=1e-12, optimizer=optimizer, **said))
+    assert (own["guide.z_log_scale"] - before["guide.z_log_scale"]).abs().mean() > 1e-2
+    none = {"last_layer_learning_rate": None, "last_layer_optimizer": None}
+    followed = parameters_after(learning_rate=1e-12, optimizer=optimizer, **none)
+    assert_close(followed["guide.z_log_scale"], before["guide.z_log_scale"], atol=1e-9, rtol=0)
+
+
 def test_last_layer_has_its_own_optimizer():
     """Adadelta hardly moves the scales of q, whose gradients are of order 1 / N; Adam does."""
     before = module_tensors(*make_model())["guide.z_log_scale"]
+    none = {"last_layer_learning_rate": None, "last_layer_optimizer": None}
     shared, own = (
-        parameters_after(**options)["guide.z_log_scale"]
-        for options in ({"optimizer": "adadelta", "learning_rate": 1.0}, OWN_OPTIMIZER)
+        parameters_after(**(OWN_OPTIMIZER | options))["guide.z_log_scale"] for options in (none, {})
     )
     assert (own - before).abs().mean() > 3 * (shared - before).abs().mean()
 

@@ -67,6 +67,16 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
     assert names == ["step-000000009", "step-000000012", "step-000000015"]
 
 
+def test_a_checkpoint_whose_last_layer_followed_the_network_says_so(tmp_path):
+    network = {"learning_rate": 2e-3, "optimizer": "sgd"}
+    followed = {"last_layer_learning_rate": None, "last_layer_optimizer": None}
+    train(*make_model(), checkpoint_dir=tmp_path, **network, **followed)
+    match = r"last_layer_learning_rate: 0\.002 then, 0\.01 now; last_layer_optimizer: sgd then"
+    with pytest.raises(ValueError, match=match):
+        train(*make_model(), resume_from=tmp_path, **network)
+    train(*make_model(), resume_from=tmp_path, **network, **followed)
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path):
     model, guide = make_model()
     train(model, guide, checkpoint_dir=tmp_path)
