@@ -166,6 +166,19 @@ def test_compiled_training_is_plain_training():
     scenarios.run_alone(COMPILED)
 
 
+def test_columns_in_units_of_their_own_are_not_called_dead():
+    case = case_with_input_units()
+    x = case.x * torch.tensor([1e7, 1e-3])  # a warning would be an error
+    fit(case.model, case.guide, (x, case.y), epochs=1, seed=1, progress=False)
+
+
+def test_a_constant_column_is_called_dead():
+    model = DAK(nn.Linear(2, 4), 4, num_units=3, input_units=True)
+    x = torch.cat([torch.randn(20, 1), torch.full((20, 1), 0.1)], -1)
+    with pytest.warns(UserWarning, match=r"1 of 5 units are dead.*\(units \[4\]\)"):
+        fit(model, MeanFieldGuide(model), (x, x[:, :1]), epochs=1, progress=False)
+
+
 @pytest.mark.parametrize("guide_fn", [MeanFieldGuide, NaturalGuide, AutoNormal])
 def test_a_saved_model_predicts_the_same(guide_fn, tmp_path):
     case = case_with_input_units()
