@@ -129,19 +129,23 @@ def test_the_embedding_has_the_gradient_of_its_block_in_the_naive_model():
 # Training, files, prediction
 
 
-def trained(**options):
+def trained(guide="mean_field", **options):
     """Model and guide after three epochs, as state dictionaries."""
-    case = case_with_input_units()
+    case = case_with_input_units(guide=guide)
     case.model.feature_extractor.requires_grad_(False)
     fit(case.model, case.guide, (case.x, case.y), epochs=3, seed=1, progress=False, **options)
     return case.model.state_dict(), case.guide.state_dict()
 
 
-@pytest.mark.parametrize("objective", ["closed_form", "trace"])
-def test_fixed_features_train_as_a_network_that_is_held_fixed(objective):
-    expected = trained(objective=objective)
+@pytest.mark.parametrize(
+    "options",
+    [{"objective": "closed_form"}, {"objective": "trace"}, {"guide": "natural_joint"}],
+    ids=lambda options: "".join(options.values()),
+)
+def test_fixed_features_train_as_a_network_that_is_held_fixed(options):
+    expected = trained(**options)
     torch.manual_seed(0)
-    assert_close(trained(objective=objective, fixed_features=True), expected)
+    assert_close(trained(**options, fixed_features=True), expected)
 
 
 # Without the type checker, which cannot be compiled.
