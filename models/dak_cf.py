@@ -24,7 +24,9 @@ def build(
         options: `num_units` (16), `level` (5), `bounds` (0, 1), `lengthscale` (1), `noise_scale`
             (0.5), `learn_noise` (True), `heteroscedastic` (False: the same noise everywhere),
             `init_scale` (0.1), `residual_variance` (False), `unit_scale` (None: learned, else
-            fixed), `relu_output` (False), and those of `DAK`: `scaling`, `linear_term`, `prior`.
+            fixed), `joint_posterior` (False: the guide as trained, else the exact posterior of
+            the last layer at the trained features), `relu_output` (False), and those of `DAK`:
+            `scaling`, `linear_term`, `prior`, `input_units`.
     """
     return build_on_tables(
         ClosedFormELBO(), input_dim, num_outputs, feature_dim, recipe, num_samples=None, **options

@@ -107,7 +107,7 @@ def make(
         **options,
     )
     with torch.no_grad():
-        model.layer.log_unit_scale += 0.2 * torch.randn(num_units)
+        model.layer.log_unit_scale += 0.2 * torch.randn_like(model.unit_scale)
     model.unit_inputs(x)  # in training mode: takes the statistics of x
     model.eval()
     y = targets(likelihood, num_rows, num_outputs)

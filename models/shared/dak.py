@@ -98,16 +98,31 @@ class DAKBaseline(Baseline):
 
 
 class DAKOnTables(DAKBaseline):
-    """A regressor; `num_samples` draws of the weights in prediction, or None: the closed form."""
+    """A regressor; `num_samples` draws of the weights in prediction, or None: the closed form.
+
+    With `joint_posterior`, the exact posterior of the last layer at the trained features takes the
+    place of the trained guide.
+    """
 
     chunk_size = 8192
 
-    def __init__(self, *parts: Any, input_dim: int, num_samples: int | None):
+    def __init__(
+        self, *parts: Any, input_dim: int, num_samples: int | None, joint_posterior: bool = False
+    ):
         super().__init__(*parts)
         self.input_dim, self.num_samples = input_dim, num_samples
+        self.joint_posterior = joint_posterior
 
     def check(self, x: Tensor, y: Tensor) -> None:
         check_rows(x, y, self.input_dim, self.model.num_outputs, self.recipe)
+
+    def train(
+        self, x: Tensor, y: Tensor, callbacks: Sequence[Callback], checkpoint_dir: Path | None
+    ) -> History:
+        history = super().train(x, y, callbacks, checkpoint_dir)
+        if self.joint_posterior:
+            self.guide = pyro_dak.exact_posterior(self.model, x, y).guide
+        return history
 
     def predict(self, x: Tensor) -> Prediction:
         """Mean, epistemic and aleatoric variance of y, `(N, C)` each."""
@@ -191,6 +206,7 @@ def build_on_tables(
     init_scale: float = 0.1,
     residual_variance: bool = False,
     unit_scale: float | None = None,
+    joint_posterior: bool = False,
     **options: Any,
 ) -> DAKOnTables:
     """The DAK of the paper with an objective; the options are described in `dak_cf.build`."""
@@ -212,7 +228,9 @@ def build_on_tables(
             model.layer.log_unit_scale.requires_grad_(False)
         guide = MeanFieldGuide(model, init_scale=init_scale)
     parts = (model, guide, objective, recipe, residual_variance)
-    return DAKOnTables(*parts, input_dim=input_dim, num_samples=num_samples)
+    return DAKOnTables(
+        *parts, input_dim=input_dim, num_samples=num_samples, joint_posterior=joint_posterior
+    )
 
 
 def build_on_images(

@@ -89,10 +89,16 @@ class Scaling(nn.Module):
         """Width of each unit's inputs as seen in training, `(P,)`."""
         return torch.ones_like(self.first)
 
-    def warn_if_dead(self) -> None:
-        """Warn about units whose inputs did not vary in training: their function is a constant."""
-        spread = self.spread()
-        is_dead = spread <= 1e-6 * spread.max().clamp(min=1e-6)
+    def warn_if_dead(self, num_input_units: int = 0) -> None:
+        """Warn about units whose inputs did not vary in training: their function is a constant.
+
+        Units are compared with the widest one. The last `num_input_units`, which are columns of a
+        table, each in units of measurement of its own, are compared with their own size instead.
+        """
+        P = self.num_units - num_input_units
+        spread, size = self.spread(), 0.1 * self.first.abs()
+        size[:P] = spread[:P].max()
+        is_dead = spread <= 1e-6 * size.clamp(min=1e-6)
         dead = [] if spread.is_meta else is_dead.nonzero().flatten().tolist()
         if dead:
             warnings.warn(

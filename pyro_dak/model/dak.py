@@ -43,6 +43,9 @@ from pyro_dak.validation import (
 
 __all__ = ["DAK"]
 
+# Input units are for few inputs: each is a process more, and far from the data each adds variance.
+_MAX_INPUT_UNITS = 64
+
 
 class DAK(PyroModule):
     """Deep additive kernel: extractor -> embedding -> scaling -> additive layer -> likelihood.
@@ -52,10 +55,15 @@ class DAK(PyroModule):
     a prior over the scales of the units `shrinkage` `(P,)`; then `y` in the plate `data`. F is the
     number of functions: one per output, two with `HeteroscedasticLikelihood`.
 
+    With input units, the D columns of x are further units after those of the network, scaled like
+    them. Sites, scales and the attribute `num_units` then count all P + D units. A network may take
+    strange inputs for known ones; the inputs themselves leave the grid, where the residual variance
+    gives their units the prior variance back, whatever the network does.
+
     Args:
         feature_extractor: any module from x to features `(N, feature_dim)`.
         feature_dim: D_w.
-        num_units: P.
+        num_units: P, of the network; the attribute `num_units` counts the input units too.
         num_outputs: C, outputs or classes.
         level: L of the grid; M = 2^L - 1.
         bounds: bounds of the grid.
@@ -65,6 +73,8 @@ class DAK(PyroModule):
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
         prior: priors of some sites by name (see `pyro_dak.model.priors`); the rest are N(0, 1).
         linear_term: whether every unit has a Bayesian linear term beside its process.
+        input_units: whether the columns of x `(N, D)` are units too. True takes D from the linear
+            layer that the network starts with; else give D itself, at most 64.
 
     Attributes:
         calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
@@ -87,6 +97,7 @@ class DAK(PyroModule):
         embedding: bool = True,
         prior: Mapping[str, PriorLike] | None = None,
         linear_term: bool = False,
+        input_units: bool | int = False,
     ):
         # A context made under this setting can run with local and with global parameters.
         with local_parameters():
@@ -104,11 +115,13 @@ class DAK(PyroModule):
                 f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
                 f"unit per feature; got {num_units}. Set one to the other, or `embedding=True`."
             )
-        self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
+        self.num_input_units = _num_input_units(input_units, feature_extractor)
         self.input_shape: tuple[int, ...] | None = None
         self.register_buffer("calibration", None)
         self.feature_extractor = feature_extractor
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
+        num_units += self.num_input_units
+        self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
         self.scaling = build_scaling(scaling, num_units, bounds)
         self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
         activation = KernelActivation(DyadicGrid(level, bounds), kernel)
@@ -166,16 +179,42 @@ class DAK(PyroModule):
 
     def unit_inputs(self, x: Tensor) -> Tensor:
         """h(x): what the units see, `(N, P)`, in the coordinates of the grid."""
-        return self.embed(self.feature_extractor(x))
+        return self.embed(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """What `embed` takes: the features of x, `(N, feature_dim)`, and x beside them.
+
+        Without input units they are the features alone, else `(N, feature_dim + D)`.
+        """
+        features = self.feature_extractor(x)
+        if self.num_input_units == 0:
+            return features
+        self._check_features(features, self.feature_dim)
+        if x.dim() != 2 or x.shape[-1] != self.num_input_units:
+            raise ValueError(
+                f"`x` must have shape (N, {self.num_input_units}), a column for each input unit; "
+                f"got {tuple(x.shape)}. Set `input_units` to the number of columns, or to False."
+            )
+        return torch.cat([features, x], -1)  # (N, feature_dim + D)
 
     def embed(self, features: Tensor) -> Tensor:
-        """h from the features `(N, feature_dim)`, `(N, P)`: embedding and scaling."""
-        if features.dim() != 2 or features.shape[-1] != self.feature_dim:
+        """h from what `features` returns, `(N, P)`: embedding of the features, and scaling."""
+        D = self.num_input_units
+        self._check_features(features, self.feature_dim + D)
+        if self.embedding is None:
+            return self.scaling(features)
+        if D == 0:
+            return self.scaling(self.embedding(features))
+        features, x = features.split((self.feature_dim, D), -1)
+        return self.scaling(torch.cat([self.embedding(features), x], -1))
+
+    def _check_features(self, features: Tensor, num_columns: int) -> None:
+        if features.dim() != 2 or features.shape[-1] != num_columns:
+            beside = "" if num_columns == self.feature_dim else f" + {self.num_input_units} inputs"
             raise ValueError(
-                f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}); got "
-                f"{tuple(features.shape)}. Flatten its output or set `feature_dim`."
+                f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}"
+                f"{beside}); got {tuple(features.shape)}. Flatten its output or set `feature_dim`."
             )
-        return self.scaling(features if self.embedding is None else self.embedding(features))
 
     def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The generative program; returns y.
@@ -305,6 +344,27 @@ class DAK(PyroModule):
                 values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         return self.layer(h, weights, values.get("shrinkage"))
+
+
+def _num_input_units(input_units: bool | int, network: nn.Module) -> int:
+    """D: 0 for False, and for True the inputs of the linear layer that the network starts with."""
+    if input_units is False:
+        return 0
+    if input_units is True:
+        first = next((m for m in network.modules() if m._parameters), None)
+        if not isinstance(first, nn.Linear) or first.in_features < 1:
+            raise ValueError(
+                "`input_units=True` needs a `feature_extractor` whose first layer is linear, which "
+                "tells the number of columns of x. Set `input_units` to that number."
+            )
+        input_units = first.in_features
+    check_integer("input_units", input_units, minimum=0)
+    if input_units > _MAX_INPUT_UNITS:
+        raise ValueError(
+            f"`input_units` are for inputs of few dimensions, at most {_MAX_INPUT_UNITS}; got "
+            f"{input_units}. Set `input_units=False`, or give the network fewer inputs."
+        )
+    return int(input_units)
 
 
 def _check_plates() -> None:

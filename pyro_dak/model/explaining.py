@@ -64,10 +64,11 @@ def _reason_of_inputs(model: "DAK", x: Tensor) -> ValueError | None:
             device = model.layer.log_unit_scale.device
             has_rows = isinstance(x, Tensor) and x.dim() > 0
             parts = [part.to(device) for part in x.split(8192)] if has_rows else [x]
-            features = [model.feature_extractor(part) for part in parts]
+            for part in parts:
+                model.feature_extractor(part)
         except Exception as error:
             return ValueError(_mismatch(model, x, error))
-        if not all(bool(model.embed(part).isfinite().all()) for part in features):
+        if not all(bool(model.unit_inputs(part).isfinite().all()) for part in parts):
             return ValueError(
                 "`x` gives features that are not finite: scale the inputs, or look for a layer "
                 "that overflows."

@@ -99,8 +99,8 @@ def _frozen_units(
     embedding, scaling = model.embedding, model.scaling
     parts: list[tuple[nn.Module, type]] = [(model, DAK), (scaling, type(scaling))]
     parts += [] if embedding is None else [(embedding, nn.Linear)]
-    has_bias = embedding is not None and embedding.bias is not None
-    if has_bias or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
+    is_other = model.num_input_units > 0 or (embedding is not None and embedding.bias is not None)
+    if is_other or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
         return model.unit_inputs, None
     gain, shift = scaling.affine(scaling.first, scaling.second)
     matrix = None if embedding is None else embedding.weight

@@ -74,6 +74,7 @@ class Parameters:
     random_state: Any = None
     device: str = "auto"
     progress: bool = True
+    input_units: bool = False
 
 
 class TableEstimator(Parameters, BaseEstimator):
@@ -127,7 +128,7 @@ class TableEstimator(Parameters, BaseEstimator):
             check_integer("hidden_layer_sizes", width, minimum=1)
         check_probability("validation_fraction", self.validation_fraction)
         check_positive("learning_rate", self.learning_rate)
-        for name in ("heteroscedastic", "early_stopping", "warm_start", "refit"):
+        for name in ("heteroscedastic", "early_stopping", "warm_start", "refit", "input_units"):
             value = getattr(self, name)
             if value not in (True, False) and not (name == "refit" and value is None):
                 raise TypeError(f"`{name}` must be True or False; got {value!r}.")
@@ -168,7 +169,13 @@ class TableEstimator(Parameters, BaseEstimator):
                 layers = [part for w in pairwise(widths) for part in (nn.Linear(*w), nn.ReLU())]
                 likelihood, num_outputs = self._likelihood()
                 network, sizes = nn.Sequential(*layers), (widths[-1], self.num_units, num_outputs)
-                model = DAK(network, *sizes, level=self.level, likelihood=likelihood)
+                model = DAK(
+                    network,
+                    *sizes,
+                    level=self.level,
+                    likelihood=likelihood,
+                    input_units=bool(self.input_units),
+                )
                 model.input_shape = (self.n_features_in_,)
                 members.append((model, MeanFieldGuide(model, init_scale=0.1)))
         return self._copy(Ensemble(members))

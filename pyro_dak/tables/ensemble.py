@@ -191,6 +191,8 @@ class Ensemble(Stack):
             h = torch.baddbmm(bias.unsqueeze(-1), weight, h)
             h = h.relu_() if has_relu else h
         h = tensors["model.embedding.weight"] @ h  # (E, P, N)
+        if self.model.num_input_units > 0:
+            h = torch.cat([h, x.mT.expand(len(self), -1, -1)], 1)
         scaling = self.model.scaling
         running = tensors["model.scaling.first"], tensors["model.scaling.second"]  # (E, P) each
         statistics = running
@@ -205,7 +207,9 @@ class Ensemble(Stack):
     def moments(self, x: Tensor, training: bool = False) -> FunctionMoments:
         """q(f) of every member at x: mean and variance `(E, N, F)`.
 
-        x is `(N, D)`, or `(E, N, D)` with rows of its own for each member.
+        x is `(N, D)`, or `(E, N, D)` with rows of its own for each member. If there are input
+        units, then except in training the variance has what the grid loses in it, which is what
+        these units are for: far from the data their prior variance comes back.
         """
         h = self.unit_inputs(x, training)
         sigma = self.tensors["model.layer.log_unit_scale"].exp().unsqueeze(-1)  # (E, P, 1)
@@ -219,6 +223,9 @@ class Ensemble(Stack):
             mean, var = activation.combine_moments(
                 h.mT, loc.transpose(0, 1), scale.square().transpose(0, 1), route="dense"
             )
+        if self.model.num_input_units > 0 and not training:
+            lost = (sigma.square() * activation.residual_variance(h)).sum(-2)  # (E, N)
+            var = var + lost.unsqueeze(-1)
         mu, mu_scale = self.tensors["guide.mu_loc"], self.tensors["guide.mu_log_scale"].exp()
         return FunctionMoments(mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2))
 

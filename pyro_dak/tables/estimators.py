@@ -57,6 +57,9 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         random_state: a seed, or a `numpy.random.RandomState`.
         device: "auto", "cpu", "cuda" or any other device of torch.
         progress: whether to show a bar on stderr for work that takes more than two seconds.
+        input_units: whether the columns, at most 64, are units beside those of the network, and
+            the variance that the grids of all units lose is added to predictions. They are then
+            wider for rows that are unlike the training rows.
 
     Attributes:
         ensemble_: the members; `ensemble_.members()` gives them as `DAK` and `MeanFieldGuide`.

@@ -496,10 +496,10 @@ def training_data(
 
 
 def _features(model: DAK, x: Tensor, device: torch.device) -> Tensor:
-    """The features of all rows; the network runs in eval mode, once per row."""
+    """What `model.embed` takes, of all rows; the network runs in eval mode, once per row."""
     module = model.feature_extractor
     with explaining(model, x), evaluating(module), known_sites(model, for_y=False):
-        return torch.cat([model.feature_extractor(part.to(device)) for part in x.split(1024)])
+        return torch.cat([model.features(part.to(device)) for part in x.split(1024)])
 
 
 def hold_out(

@@ -103,7 +103,8 @@ def rebuild(
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
         if feature_extractor is None:
             with _without_network(model):
-                set_up_guide(guide, model, torch.zeros(2, model.feature_dim, dtype=dtype))
+                example = torch.zeros(2, model.num_input_units or 1, dtype=dtype)
+                set_up_guide(guide, model, example)
         elif shape is not None:
             set_up_guide(guide, model, torch.zeros(2, *shape, dtype=dtype))
         elif getattr(guide, "prototype_trace", 0) is None:
@@ -115,12 +116,23 @@ def rebuild(
 
 @contextmanager
 def _without_network(model: DAK) -> Iterator[None]:
-    """The model as a function of the features: listed layers have no latent sites to learn of."""
-    network, model.feature_extractor = model.feature_extractor, nn.Identity()
+    """The model with features of zero: listed layers have no latent sites to learn of."""
+    network, model.feature_extractor = model.feature_extractor, _Zeros(model.feature_dim)
     try:
         yield
     finally:
         model.feature_extractor = network
+
+
+class _Zeros(nn.Module):
+    """Features `(N, feature_dim)` for any x."""
+
+    def __init__(self, feature_dim: int):
+        super().__init__()
+        self.feature_dim = feature_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), self.feature_dim)
 
 
 def check_sizes(
@@ -229,7 +241,7 @@ def _describe_model(model: DAK) -> Description:
     return {
         "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
-        "num_units": model.num_units,
+        "num_units": model.num_units - model.num_input_units,
         "num_outputs": model.num_outputs,
         "level": activation.grid.level,
         "bounds": list(activation.grid.bounds),
@@ -246,6 +258,7 @@ def _describe_model(model: DAK) -> Description:
             if name != "global_shrinkage"
         },
         "linear_term": model.layer.linear_term,
+        "input_units": model.num_input_units,
     }
 
 

@@ -228,7 +228,7 @@ def fit(
             model.scaling.is_synchronized = False
             model.eval()
             guide.eval()
-    model.scaling.warn_if_dead()
+    model.scaling.warn_if_dead(model.num_input_units)
     return history
 
 

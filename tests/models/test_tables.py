@@ -13,7 +13,7 @@ import pyro_dak
 from models.shared.backbones import backbone
 from models.shared.baseline import Baseline
 from models.shared.training import Terms, TrainingLoss, train
-from pyro_dak import ClosedFormELBO, MeanFieldGuide, TrainingError
+from pyro_dak import ClosedFormELBO, MeanFieldGuide, TrainingError, exact_posterior
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction import Prediction
 from pyro_dak.training.data import ResidentData
@@ -255,6 +255,18 @@ def test_options_reach_dak(name):
     model.residual_variance = False
     assert_close(prediction.epistemic - model.predict(x).epistemic, residual[:, :1])
     assert isinstance(model.guide, MeanFieldGuide)
+
+
+@pytest.mark.parametrize("name", ["dak_cf", "dak_mc"])
+def test_the_joint_posterior_is_the_exact_one_at_the_trained_features(name):
+    recipe, (x, y) = replace(RECIPE, epochs=2), data()
+    trained = build(name, recipe=recipe, input_units=True)
+    model = build(name, recipe=recipe, input_units=True, joint_posterior=True)
+    for each in (trained, model):
+        each.fit(x, y)
+    expected = exact_posterior(trained.model, x, y).guide
+    assert_close(model.guide.loc, expected.loc)
+    assert_close(model.guide.scale_tril, expected.scale_tril)
 
 
 def test_dak_mc_can_predict_in_closed_form():

@@ -210,3 +210,26 @@ def test_other_guides_networks_and_mixed_members_are_refused(no_type_checker):
     tanh = DAK(nn.Sequential(nn.Linear(3, 6), nn.Tanh()), 6, 4)
     with pytest.raises(NotImplementedError, match="Tanh"):
         Ensemble([(tanh, MeanFieldGuide(tanh))])
+
+
+@pytest.mark.parametrize("num_outputs", [1, 20])
+def test_input_units_have_loss_gradients_and_predictions_of_the_members(num_outputs):
+    members = [member(seed, "gaussian", num_outputs, input_units=True) for seed in range(2)]
+    ensemble, (x, y) = Ensemble(members), data(num_outputs=num_outputs)
+    loss = ensemble.loss(x, y, torch.ones(30), torch.full((2,), 30.0))
+    loss.backward()
+    singles = []
+    for index, (model, guide) in enumerate(members):
+        single = ClosedFormELBO().differentiable_loss(model.train(), guide, x, y) / 30
+        single.backward()
+        singles.append(single.detach())
+        for name, parameter in model.named_parameters():
+            grad = ensemble.tensors[f"model.{name}"].grad[index]
+            assert_close(grad, parameter.grad, msg=name)
+    assert_close(loss.detach(), torch.stack(singles).sum())
+    x = torch.cat([x, 20 * x])
+    moments = ensemble.moments(x)
+    for index, (model, guide) in enumerate(ensemble.members()):
+        single = predict(model, guide, x, residual_variance=True)
+        assert_close(moments.mean[index], single.mean)
+        assert_close(moments.var[index], single.epistemic)

@@ -176,6 +176,7 @@ def test_labels_outside_the_classes_of_the_first_call_are_refused():
         ({"hidden_layer_sizes": 8}, "`hidden_layer_sizes` must be a tuple of widths"),
         ({"hidden_layer_sizes": "ab"}, "`hidden_layer_sizes` must be an integer"),
         ({"learning_rate": None}, "`learning_rate` must be a real number"),
+        ({"input_units": 3}, "`input_units` must be True or False; got 3"),
         ({"heteroscedastic": "no"}, "`heteroscedastic` must be True or False; got 'no'"),
         ({"refit": "no"}, "`refit` must be True or False; got 'no'"),
         ({"early_stopping": None}, "`early_stopping` must be True or False; got None"),
@@ -186,6 +187,22 @@ def test_wrong_parameters_are_named_at_fit(options, match, no_type_checker):
     X, y = regression(50)
     with pytest.raises((TypeError, ValueError), match=match):
         regressor(**options).fit(X, y)
+
+
+def test_far_from_the_rows_input_units_have_their_prior_variance():
+    X, y = regression(200)
+    model = regressor(input_units=True, heteroscedastic=False).fit(X, y)
+    ((member, _),) = model.ensemble_.members()
+    prior = member.unit_scale[-3:].square().sum().item()  # of the units of the three columns
+    factor = model.calibration_ * model.mixture_factor_ * model.y_scale_**2
+    factor = factor / (1 - 2 / model.tail_df_)
+    assert (model.predict_dist(X + 100).epistemic > 0.999 * factor * prior).all()
+
+
+def test_input_units_of_many_columns_are_refused():
+    X = np.random.default_rng(0).standard_normal((50, 65))
+    with pytest.raises(ValueError, match="of few dimensions, at most 64; got 65"):
+        regressor(input_units=True).fit(X, X[:, 0])
 
 
 def test_weights_that_are_all_zero_and_targets_of_three_dimensions_are_refused():

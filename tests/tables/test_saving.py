@@ -46,6 +46,19 @@ def test_saved_and_loaded_predict_the_same(fitted, tmp_path):
     loaded.partial_fit(*regression(50))
 
 
+@pytest.mark.parametrize("kind", [DAKRegressor, DAKClassifier])
+def test_input_units_are_saved_and_trained_on(kind, tmp_path):
+    X, y = regression(60)
+    y = y if kind is DAKRegressor else y > 100
+    options = {"hidden_layer_sizes": (8,), "num_units": 4, "level": 3, "progress": False}
+    model = kind(2, epochs=3, random_state=0, input_units=True, **options).fit(X, y)
+    loaded = kind.load(model.save(tmp_path / "model"))
+    assert loaded.ensemble_.model.num_input_units == 3
+    predict = "predict_proba" if kind is DAKClassifier else "predict"
+    np.testing.assert_array_equal(getattr(loaded, predict)(X), getattr(model, predict)(X))
+    loaded.partial_fit(X, y)
+
+
 def test_saving_replaces_only_models_and_only_when_told(fitted, tmp_path):
     path = fitted.save(tmp_path / "model")
     with pytest.raises(FileExistsError, match="overwrite=True"):
