@@ -28,7 +28,7 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_kind, check_positive, check_tensor
 
-__all__ = ["NaturalVI", "Rates", "learn_noise", "rates", "terms_and_sums"]
+__all__ = ["NaturalVI", "Rates", "learn", "learn_noise", "rates", "terms_and_sums"]
 
 # The statistics of pass p count about p^(_POWER - 1).
 _POWER = 5.0
@@ -117,13 +117,39 @@ def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: f
     parameter.copy_(0.5 * variance.clamp(min=torch.finfo(variance.dtype).tiny).log())
 
 
+def learn(
+    model: DAK,
+    guide: NaturalGuide,
+    sums: RowSums,
+    num_rows: float,
+    passes: float,
+    fraction: float,
+    has_fixed_noise: bool = False,
+) -> None:
+    """Learn from a batch what has a closed form: the noise, and q.
+
+    Args:
+        model: the model.
+        guide: its guide.
+        sums: what the batch says about q.
+        num_rows: rows of the batch.
+        passes: passes over the data before it.
+        fraction: the rows of the batch over those of the data set.
+        has_fixed_noise: whether the noise stays as it is.
+    """
+    chosen = rates(passes, fraction)
+    if not has_fixed_noise:
+        learn_noise(model.likelihood, sums, num_rows, max(chosen.share, fraction))
+    guide.step(sums, num_rows, **chosen._asdict(), coupling=model.likelihood.coupling)
+
+
 class NaturalVI:
     """Variational inference like Pyro's `SVI`, in which q moves by natural gradients.
 
     Each step computes the unit inputs once. q takes a natural-gradient step, whose length needs no
     tuning (see `rates`), and the network and the scales of the units follow the gradient of the
     expected log-likelihood, on which alone they act. So does the noise, unless its best value is
-    closed, as for `GaussianLikelihood`: then it is averaged over the same rows as q.
+    closed, as for `GaussianLikelihood`: then it is an average over the last pass.
 
         vi = NaturalVI(model, NaturalGuide(model), torch.optim.Adam(model.parameters(), 1e-3))
         for x, y in loader:
@@ -211,10 +237,7 @@ class NaturalVI:
         fraction = 1.0 if num_data is None else len(y) / num_data
         if self.passes is None:
             self.passes = min(1.0, float(guide.num_rows) * fraction / len(y))
-        chosen = rates(self.passes, fraction)
-        if optim is not None:
-            learn_noise(model.likelihood, sums, len(y), max(chosen.share, fraction))
-        guide.step(sums, len(y), **chosen._asdict(), coupling=model.likelihood.coupling)
+        learn(model, guide, sums, len(y), self.passes, fraction, has_fixed_noise=optim is None)
         self.passes += fraction
         return value
 

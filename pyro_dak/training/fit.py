@@ -24,6 +24,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
+from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import local_parameters
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
 from pyro_dak.training.data import ResidentData, hold_out, training_data
@@ -80,7 +81,7 @@ def fit(
     num_data: int | None = None,
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
-    final_pass: bool = True,
+    final_pass: bool | None = None,
     evaluate: bool = True,
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
@@ -131,7 +132,9 @@ def fit(
         callbacks: called after each epoch with its number and its row of the history.
         compile: whether to compile the loss; where that fails, it warns and goes on without.
         final_pass: whether a `NaturalGuide` takes its posterior from one more pass over all rows at
-            the end, so that it belongs to the final features. Other guides ignore it.
+            the end, so that it belongs to the final features. By default it does so for
+            `GaussianLikelihood`, where the result is the exact posterior. For classes the average
+            over the last passes of training predicted held-out rows better. Other guides ignore it.
         evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
             pass over the data without gradients.
         seed: seed of batches and draws.
@@ -220,6 +223,8 @@ def fit(
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
+            if final_pass is None:
+                final_pass = isinstance(model.likelihood, GaussianLikelihood)
             if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
                 loss.renew(batches, fabric, plan.seed)
             if evaluate and history.status != "interrupted":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import learn_noise, rates, terms_and_sums
+from pyro_dak.inference.natural import learn, learn_noise, terms_and_sums
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
@@ -67,9 +67,7 @@ class NaturalLoss(DAKLoss):
         if self.passes is None:
             self.passes = min(1.0, float(guide.num_rows) / num_data)
         if not _is_mixed_half(fabric) or _are_finite(seen):  # else the optimisers skip it too
-            chosen = rates(self.passes, fraction)
-            learn_noise(self.model.likelihood, seen, total, max(chosen.share, fraction))
-            guide.step(seen, total, **chosen._asdict(), coupling=self.model.likelihood.coupling)
+            learn(self.model, guide, seen, total, self.passes, fraction)
         self.passes += fraction
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
