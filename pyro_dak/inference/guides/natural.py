@@ -354,6 +354,8 @@ class NaturalGuide(TrilGuide):
             coarse = layer.design(h, self._num_levels)
             return RowSums(gradient, curvature, (coarse.mT * k.mT.unsqueeze(-2)) @ coarse)
         design = layer.design(h) if design is None else design
+        if self.covariance == "joint" and k.shape[-1] == 1:
+            return RowSums(g.mT @ design, (design.mT @ (k * design)).unsqueeze(0))
         if self.covariance == "joint":
             return RowSums(g.mT @ design, (design.mT * k.mT.unsqueeze(-2)) @ design)
         mean, own = k.mean(-1), derivatives.curvature
