@@ -1,7 +1,7 @@
-"""DAK with a joint posterior by natural gradients: a unit for each feature, and straight lines.
+"""DAK with a joint posterior by natural gradients, on a coarse grid.
 
-The classes share one precision over all weights (`NaturalGuide`), which starts at the prior and has
-no initial scale and no learning rate. Each feature has a unit of M = 3 nodes and a linear term.
+The posterior (`NaturalGuide`) starts at the prior and has no initial scale and no learning rate. By
+default each feature has a unit of M = 3 nodes, and the classes share one precision.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def build(
     recipe: Recipe = IMAGE_RECIPE,
     **options: Any,
 ) -> DAKOnImages:
-    """A unit for each feature, a linear term, and a precision that all classes share.
+    """A unit for each feature, and a precision that all classes share.
 
     Args:
         features: network from images to features.

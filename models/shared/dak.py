@@ -265,6 +265,7 @@ def build_on_images(
             CategoricalLikelihood(),
             scaling,
             embedding,
+            prior_scale=1.0,
         )
         guide = MeanFieldGuide(model, init_scale)
         if linear_start is not None:
@@ -286,7 +287,7 @@ def build_natural_on_images(
     num_units: int | None = None,
     level: int = 2,
     covariance: Covariance = "shared",
-    linear_term: bool = True,
+    linear_term: bool = False,
     prior_scale: float = 3.0,
     residual_variance: bool = False,
 ) -> DAKOnImages:
@@ -306,8 +307,8 @@ def build_natural_on_images(
             embedding=num_units is not None,
             prior={"linear": NormalPrior(scale=3.0)} if linear_term else None,
             linear_term=linear_term,
+            prior_scale=prior_scale,
         )
-        _set_unit_scale(model, prior_scale / math.sqrt(model.num_units))
         guide = NaturalGuide(model, covariance)
     return DAKOnImages(model, guide, objective, recipe, residual_variance, method="mc")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.gaussian import FunctionMoments
-from pyro_dak.validation import check_integer, check_kind
+from pyro_dak.validation import check_integer, check_kind, check_positive
 
 __all__ = ["AdditiveLayer", "Weights"]
 
@@ -28,8 +28,8 @@ class AdditiveLayer(nn.Module):
     """f_c(h) = sum_p sigma_p (phi(h_p) . z[c, p] + r(h_p) linear[c, p]) + mu[c] (paper, eq. 8).
 
     Here p counts `num_units` units and c counts `num_functions` functions. The linear term is
-    optional; r maps the bounds of the grid to [-1, 1]. sigma starts at 1 / sqrt(P), so that f has
-    unit prior variance whatever P is.
+    optional; r maps the bounds of the grid to [-1, 1]. sigma starts at `prior_scale` / sqrt(P), so
+    that the processes together have this standard deviation in the prior, whatever P is.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class AdditiveLayer(nn.Module):
         num_units: int,
         num_functions: int,
         linear_term: bool = False,
+        prior_scale: float = 1.0,
     ):
         super().__init__()
         check_kind("activation", activation, KernelActivation, "a KernelActivation")
@@ -47,7 +48,9 @@ class AdditiveLayer(nn.Module):
         self.num_units = num_units
         self.num_functions = num_functions
         self.linear_term = linear_term
-        self.log_unit_scale = nn.Parameter(torch.full((num_units,), -0.5 * math.log(num_units)))
+        check_positive("prior_scale", prior_scale)
+        log_scale = math.log(prior_scale) - 0.5 * math.log(num_units)
+        self.log_unit_scale = nn.Parameter(torch.full((num_units,), log_scale))
 
     @property
     def unit_scale(self) -> Tensor:

@@ -75,6 +75,8 @@ class DAK(PyroModule):
         linear_term: whether every unit has a Bayesian linear term beside its process.
         input_units: whether the columns of x `(N, D)` are units too. True takes D from the linear
             layer that the network starts with; else give D itself, at most 64.
+        prior_scale: standard deviation of f in the prior at the start, before the scales of the
+            units are learned; by default 3 for classes and 1 for the rest.
 
     Attributes:
         calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
@@ -89,7 +91,7 @@ class DAK(PyroModule):
         feature_dim: int,
         num_units: int = 16,
         num_outputs: int = 1,
-        level: int = 5,
+        level: int = 3,
         bounds: tuple[float, float] = (0.0, 1.0),
         kernel: Kernel | None = None,
         likelihood: Likelihood | None = None,
@@ -98,6 +100,7 @@ class DAK(PyroModule):
         prior: Mapping[str, PriorLike] | None = None,
         linear_term: bool = False,
         input_units: bool | int = False,
+        prior_scale: float | None = None,
     ):
         # A context made under this setting can run with local and with global parameters.
         with local_parameters():
@@ -126,7 +129,8 @@ class DAK(PyroModule):
         self.likelihood = GaussianLikelihood() if likelihood is None else likelihood
         activation = KernelActivation(DyadicGrid(level, bounds), kernel)
         num_functions = self.likelihood.num_functions(num_outputs)
-        self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term)
+        scale = self.likelihood.prior_scale if prior_scale is None else prior_scale
+        self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term, scale)
         self.site_shapes = self._site_shapes(prior or {})
         self.prior = resolve_priors(prior, self.site_shapes)
         inside = {n: sites_inside(self.prior[n], shape) for n, shape in self.site_shapes.items()}

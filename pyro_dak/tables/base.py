@@ -175,6 +175,7 @@ class TableEstimator(Parameters, BaseEstimator):
                     level=self.level,
                     likelihood=likelihood,
                     input_units=bool(self.input_units),
+                    prior_scale=1.0,
                 )
                 model.input_shape = (self.n_features_in_,)
                 members.append((model, MeanFieldGuide(model, init_scale=0.1)))

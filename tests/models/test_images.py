@@ -19,7 +19,17 @@ from pyro_dak.additive.gaussian import FunctionMoments
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-NAMES = ("avdkl", "dak_features", "dak_jensen", "dak_mc", "nn", "nn_bn", "nn_svgp", "svdkl")
+NAMES = (
+    "avdkl",
+    "dak_features",
+    "dak_jensen",
+    "dak_mc",
+    "dak_natural",
+    "nn",
+    "nn_bn",
+    "nn_svgp",
+    "svdkl",
+)
 SMALL = {"nn_svgp": {"num_inducing": 8}, "avdkl": {"num_inducing": 4}, "svdkl": {"grid_size": 8}}
 RECIPE = dataclasses.replace(IMAGE_RECIPE, epochs=2, batch_size=16, num_samples_test=30)
 

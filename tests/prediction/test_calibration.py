@@ -20,7 +20,7 @@ WITH_TEMPERATURE = ["bernoulli", "categorical"]
 def make(likelihood="gaussian", guide="mean_field", num_outputs=2, num_rows=60, stretch=2.0):
     """A case whose targets are drawn from its predictions, then stretched about their mean."""
     name = "mean_field" if guide == "normal" else guide
-    case = scenarios.make(likelihood, name, num_outputs, num_rows, spread=0.4)
+    case = scenarios.make(likelihood, name, num_outputs, num_rows, spread=0.4, prior_scale=1.0)
     if guide == "normal":
         case.guide = AutoNormal(case.model, init_scale=0.2)
         case.guide(case.x, case.y)
