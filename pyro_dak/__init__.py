@@ -36,7 +36,7 @@ from pyro_dak.model.priors import (
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.prediction import components, predict, sample_functions
+from pyro_dak.prediction import components, learn_novelty, predict, sample_functions
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 
@@ -78,6 +78,7 @@ __all__ = [
     "components",
     "exact_posterior",
     "fit",
+    "learn_novelty",
     "load",
     "predict",
     "run_nuts",

@@ -99,6 +99,7 @@ class DAK(PyroModule):
             )
         self.feature_dim, self.num_units, self.num_outputs = feature_dim, num_units, num_outputs
         self.input_shape: tuple[int, ...] | None = None
+        self.novelty: Any = None  # what `learn_novelty` learns: a module
         self.feature_extractor = feature_extractor
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         self.scaling = build_scaling(scaling, num_units, bounds)

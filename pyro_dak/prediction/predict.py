@@ -1,6 +1,7 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, with_own_tensors
-from pyro_dak.prediction.freeze import freeze
+from pyro_dak.prediction.freeze import freeze_with_features
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
@@ -36,6 +37,7 @@ def predict(
     seed: int | None = None,
     chunk_size: int = 8192,
     compile: bool = False,
+    novelty: bool = True,
     progress: bool = True,
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
@@ -56,6 +58,8 @@ def predict(
         chunk_size: rows at a time; few thousands fit the cache of a processor.
         compile: compile network and last layer: ten seconds at the first call for a model, then
             faster ones; goes on without, with a warning, where that fails.
+        novelty: say how strange each row is, if the model has learned that (`learn_novelty`). It
+            takes about (1 + 3 D_w)^2 multiplications a row, which a small network notices.
         progress: show a bar if it takes more than two seconds.
     """
     check_choice("method", method, ("mc", "probit"))
@@ -76,12 +80,22 @@ def predict(
         check_draws(model, sites)
     with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
         seed = int(torch.randint(2**31, ())) if needs_draws and seed is None else seed
-        moments_at = freeze(
-            model, guide, sites, residual_variance, num_rows=len(x), compile=compile
+        has_novelty = novelty and model.novelty is not None
+        moments_at = freeze_with_features(
+            model,
+            guide,
+            sites,
+            residual_variance,
+            num_rows=len(x),
+            compile=compile,
+            with_features=has_novelty,
         )
+        leverages: list[Tensor] = []
         own: Any = model.likelihood
         for chunk in _with_bar(x.split(int(chunk_size)), progress):
-            q = moments_at(chunk.to(device))
+            q, features = moments_at(chunk.to(device))
+            if features is not None:
+                leverages.append(model.novelty.leverage(features).to(x.device))
             if has_classes:
                 draws = None
                 if needs_draws:
@@ -97,10 +111,15 @@ def predict(
         model.input_shape = model.input_shape or tuple(x.shape[1:])
         check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
     if has_classes:
-        return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]))
+        classes = ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]))
+        if not has_novelty:
+            return classes
+        scores = model.novelty.tails.scores(torch.cat(leverages), classes.entropy)
+        return replace(classes, novelty_scores=scores)
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
-    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood)
+    scores = model.novelty.tails.scores(torch.cat(leverages)) if has_novelty else None
+    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, scores)
 
 
 def components(

@@ -1,6 +1,7 @@
 """`fit`: train any model with any guide by any objective."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,8 +26,9 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.modes import local_parameters
+from pyro_dak.prediction.novelty import features_of, in_random_order, novelty_of_features
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
-from pyro_dak.training.data import ResidentData, hold_out, training_data
+from pyro_dak.training.data import Data, ResidentData, hold_out, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.loop import DAKLoss, Run, frozen, seeded
 from pyro_dak.training.optimizers import Schedule
@@ -80,6 +82,7 @@ def fit(
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
     evaluate: bool = True,
+    novelty: bool = True,
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 1,
@@ -128,6 +131,9 @@ def fit(
         compile: whether to compile the loss; where that fails, it warns and goes on without.
         evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
             pass over the data without gradients.
+        novelty: whether to learn at the end, by one more pass over the inputs, how training rows
+            look, so that predictions say how strange other rows are (see `learn_novelty`). Rows
+            are compared with those of `validation`, if there are at least 200.
         seed: seed of batches and draws.
         checkpoint_dir: directory for checkpoints; none are written without it.
         checkpoint_every: number of epochs between checkpoints.
@@ -211,6 +217,7 @@ def fit(
         if newest is not None:
             run.resume(newest.path, newest)
         model.scaling.is_synchronized = fabric.world_size > 1
+        model.novelty = None  # that of another network
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
             if evaluate and history.status != "interrupted":
@@ -219,8 +226,34 @@ def fit(
             model.scaling.is_synchronized = False
             model.eval()
             guide.eval()
+        if novelty and history.status != "interrupted":
+            _learn_novelty(model, guide, batches, first, plan, progress and fabric.is_global_zero)
     model.scaling.warn_if_dead()
     return history
+
+
+def _learn_novelty(
+    model: DAK, guide: nn.Module, batches: Data, first: Tensor, plan: Plan, progress: bool
+) -> None:
+    """Learn how the training rows look; every process does it alike, for all rows.
+
+    A trained model is worth more than this, so what goes wrong is a warning.
+    """
+    try:
+        if plan.fixed_features and isinstance(batches, ResidentData):
+            features, rows = batches.x, first.to(batches.x.device)
+        elif isinstance(batches, ResidentData):
+            features, rows = features_of(model, in_random_order(batches.x), progress)
+        else:
+            features, rows = features_of(model, batches.inputs(plan.seed), progress)
+        held_out = None if batches.held_out is None else batches.held_out[0]
+        model.novelty = novelty_of_features(model, guide, features, rows, held_out)
+    except Exception as error:
+        warnings.warn(
+            f"Predictions will not say how strange rows are, because that could not be learned: "
+            f"{error} Call `learn_novelty`, or pass `novelty=False` to leave it out.",
+            stacklevel=3,
+        )
 
 
 def _checkpoints(
