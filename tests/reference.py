@@ -190,7 +190,7 @@ def leverages(features: Tensor, new: Tensor, skip: int | None = None) -> Tensor:
     """
     U = dyadic_points(2)
     mean = features.mean(0)
-    std = ((features - mean) ** 2).mean(0).sqrt()
+    std = (((features - mean) ** 2).mean(0) + 1e-10).sqrt()
 
     def design(row: Tensor) -> Tensor:
         columns = [torch.ones(1, dtype=torch.float64)]

@@ -186,7 +186,7 @@ def _upper_root(A: Tensor, leverage: Leverage, chunks: Iterable[Tensor]) -> Tens
         A[0, 1:] += values.sum(0)
     A[1:, 0] = A[0, 1:]
     L = torch.linalg.cholesky(A)
-    return torch.linalg.solve_triangular(L.mT, torch.eye(len(L)).to(L), upper=True)
+    return torch.linalg.solve_triangular(L.mT, torch.eye(len(L)).to(L), upper=True).contiguous()
 
 
 def _orthogonal_rows(num_rows: int, num_columns: int) -> Tensor:
