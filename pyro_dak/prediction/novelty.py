@@ -297,10 +297,6 @@ class Novelty(nn.Module):
         own.leverage, own.tails = leverage, tails
         return own
 
-    def scores(self, features: Tensor, entropy: Tensor | None = None) -> NoveltyScores:
-        """What `Prediction` says of rows with these features `(N, D_w)` and entropies `(N,)`."""
-        return self.tails.scores(self.leverage(features), entropy)
-
 
 def learn_novelty(
     model: DAK,
@@ -329,6 +325,11 @@ def learn_novelty(
     check_guide(model, guide)
     if held_out is not None:
         check_inputs(model, held_out, "held_out")
+        if held_out.shape[1:] != x.shape[1:]:
+            raise ValueError(
+                f"`held_out` must have rows like those of `x`, of shape {tuple(x.shape[1:])}; got "
+                f"shape {tuple(held_out.shape)}."
+            )
     check_network(model, x)
     with explaining(model, x, guide=guide):
         features, rows = features_of(model, in_random_order(x), progress)

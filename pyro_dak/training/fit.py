@@ -248,6 +248,8 @@ def _learn_novelty(
             features, rows = features_of(model, batches.inputs(plan.seed), progress)
         held_out = None if batches.held_out is None else batches.held_out[0]
         model.novelty = novelty_of_features(model, guide, features, rows, held_out)
+    except NotImplementedError:
+        return  # its network samples, and `predict` refuses it in so many words
     except Exception as error:
         warnings.warn(
             f"Predictions will not say how strange rows are, because that could not be learned: "

@@ -3,8 +3,10 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import pyro
 import pytest
 import torch
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch import nn
 from torch.testing import assert_close
@@ -280,6 +282,8 @@ def test_wrong_inputs_are_told(name):
         learn_novelty(model, guide, **rows)
     with pytest.raises(ValueError, match="`x` must fit `feature_extractor`"):
         learn_novelty(model, guide, torch.randn(300, 5))
+    with pytest.raises(ValueError, match=r"`held_out` must have rows like those of `x`.*\(4,\)"):
+        learn_novelty(model, guide, torch.randn(300, 4), torch.randn(300, 5))
 
 
 @pytest.mark.parametrize("width", [6, 520])
@@ -370,6 +374,18 @@ def test_fit_only_warns_if_novelty_cannot_be_learned():
     guide, data = MeanFieldGuide(model), rows_with_targets(120)
     with pytest.warns(UserWarning, match=r"could not be learned: too many rows\. Call"):
         small_fit(model, guide, data, batch_size=20)
+    assert model.novelty is None
+
+
+def test_fit_of_a_network_that_samples_learns_no_novelty():
+    """`predict` does not take such a model, so that a warning would be of no use."""
+
+    class Sampling(nn.Module):
+        def forward(self, x):
+            return x + pyro.sample("shift", pyro.distributions.Normal(torch.zeros(()), 1.0))
+
+    model = DAK(Sampling(), 4, num_units=2, level=2)
+    small_fit(model, AutoNormal(model), rows_with_targets(120), objective=Trace_ELBO())
     assert model.novelty is None
 
 
