@@ -36,7 +36,13 @@ from pyro_dak.model.priors import (
     NormalPrior,
     StudentTPrior,
 )
-from pyro_dak.prediction import calibrate, components, predict, sample_functions
+from pyro_dak.prediction import (
+    calibrate,
+    components,
+    learn_novelty,
+    predict,
+    sample_functions,
+)
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 
@@ -79,6 +85,7 @@ __all__ = [
     "components",
     "exact_posterior",
     "fit",
+    "learn_novelty",
     "load",
     "predict",
     "run_nuts",

@@ -74,6 +74,7 @@ METHODS = {
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
+    "Novelty": "",
     "Summary": "",
     "*ELBO": "differentiable_loss loss loss_and_grads terms",
     "*Guide": "downdate forward set_parameters update",
@@ -84,9 +85,9 @@ METHODS = {
 # Results of functions that are attacked, and errors; nobody makes them by hand.
 RESULTS = (
     "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding "
-    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun PosteriorComparison Prediction "
-    "PredictiveCheck SBCResult Summary TrainingError TrilGuide Weights evaluating "
-    "local_parameters log_ratios"
+    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun Novelty NoveltyScores "
+    "PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError TrilGuide "
+    "Weights evaluating local_parameters log_ratios"
 ).split()
 
 Arguments = dict[str, Any]
@@ -649,6 +650,27 @@ def _(name: str) -> Any:
     y[:3] = (y[:3] + 1) % 3
     options = {"method": "mc", "num_samples": 5, "seed": 2, "progress": False}
     return pyro_dak.calibrate, {**arguments, "x_val": x, "y_val": y, **options}
+
+
+@target("learn_novelty", "learn_novelty: classes", cost=4)
+def _(name: str) -> Any:
+    arguments = case("categorical" if "classes" in name else "gaussian")
+
+    def learn_and_look(**options: Any) -> Any:
+        pyro_dak.learn_novelty(**options)
+        return options["model"].novelty.state_dict()
+
+    held_out = torch.randn(300, D)
+    return learn_and_look, {**without(arguments, "y"), "held_out": held_out, "progress": False}
+
+
+@target("Prediction.strangeness", "ClassPrediction.strangeness",
+        is_right=lambda scores, arguments: scores.shape == (N,))  # fmt: skip
+def _(name: str) -> Any:
+    arguments = without(case("categorical" if "Class" in name else "gaussian"), "y")
+    pyro_dak.learn_novelty(**arguments, progress=False)
+    prediction = pyro_dak.predict(**arguments, num_samples=5, seed=0, progress=False)
+    return prediction.strangeness, {"score": "leverage"}
 
 
 def _are_components(result: Any, arguments: Arguments) -> bool:

@@ -180,3 +180,28 @@ def additive_gp_posterior(
     gain = torch.linalg.solve(kernel(x, x) + noise, kernel(x, x_new)).mT  # (N_new, N)
     prior_var = float(bias_scale) ** 2 + sigma.square().sum()
     return gain @ y, prior_var - (gain * kernel(x_new, x)).sum(-1)
+
+
+def leverages(features: Tensor, new: Tensor, skip: int | None = None) -> Tensor:
+    """Phi(x) (0.1 I + sum_n Phi_n^T Phi_n)^{-1} Phi(x)^T of each row of `new`, in loops.
+
+    A unit for each feature, three standard deviations to either bound of (0, 1), three nodes. The
+    row `skip` is left out of the sum, but not of mean and standard deviation.
+    """
+    U = dyadic_points(2)
+    mean = features.mean(0)
+    std = (((features - mean) ** 2).mean(0) + 1e-10).sqrt()
+
+    def design(row: Tensor) -> Tensor:
+        columns = [torch.ones(1, dtype=torch.float64)]
+        for d in range(len(row)):
+            h = 0.5 + (row[d] - mean[d]) / std[d] / 6
+            columns.append(phi(h.reshape(1), U, 1.0)[0])
+        return torch.cat(columns)
+
+    A = 0.1 * torch.eye(1 + 3 * features.shape[1], dtype=torch.float64)
+    for n in range(len(features)):
+        if n != skip:
+            A = A + torch.outer(design(features[n]), design(features[n]))
+    inverse = torch.linalg.inv(A)
+    return torch.stack([design(row) @ inverse @ design(row) for row in new])

@@ -70,7 +70,7 @@ def test_the_commands_of_the_readme_work_on_a_fresh_clone(clone, environment):
     assert (clone / report).read_text().startswith("<!doctype html>")
     assert (clone / "site" / "index.html").is_file()
     lines = (clone / "predictions.csv").read_text().splitlines()
-    assert lines[0] == "mean,std,lower,upper"
+    assert lines[0] == "mean,std,lower,upper,novelty"
     assert len(lines) == 31
     assert " passed" in outputs["make test"]
     status = shell("git status --porcelain", clone, environment).splitlines()

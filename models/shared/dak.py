@@ -132,6 +132,7 @@ class DAKOnTables(DAKBaseline):
                 self.guide,
                 x,
                 residual_variance=self.residual_variance,
+                novelty=False,
                 progress=self.recipe.progress,
             )
             assert isinstance(prediction, Prediction)

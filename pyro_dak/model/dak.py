@@ -121,6 +121,7 @@ class DAK(PyroModule):
         self.num_input_units = _num_input_units(input_units, feature_extractor)
         self.input_shape: tuple[int, ...] | None = None
         self.register_buffer("calibration", None)
+        self.novelty: Any = None  # what `learn_novelty` learns: a module
         self.feature_extractor = feature_extractor
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         num_units += self.num_input_units

@@ -128,7 +128,7 @@ def calibrate(
         model, guide, x, residual_variance=residual_variance, **options
     ) as moments_at:
         chunks = with_bar(x.split(int(chunk_size)), progress, "calibrate")
-        parts = [_kept(model, moments_at(chunk.to(like.device))) for chunk in chunks]
+        parts = [_kept(model, moments_at(chunk.to(like.device))[0]) for chunk in chunks]
         rows = [*zip(parts, y.to(like.device).split(int(chunk_size)), strict=True)]
         for q in parts:
             check_finite("mean and variance of f", q.mean + q.var)

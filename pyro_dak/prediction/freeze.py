@@ -21,7 +21,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
 
-__all__ = ["freeze"]
+__all__ = ["freeze", "freeze_with_features"]
 
 _COMPILED: WeakKeyDictionary[DAK, Compiled] = WeakKeyDictionary()
 
@@ -51,23 +51,51 @@ def freeze(
         num_rows: how many inputs there will be; preparations that pay only for many depend on it.
         compile: whether to compile network and last layer, once for each model.
     """
+    both = freeze_with_features(
+        model,
+        guide,
+        sites,
+        residual_variance,
+        num_rows=num_rows,
+        compile=compile,
+        with_features=False,
+    )
+    return lambda x: both(x)[0]
+
+
+@torch.no_grad()
+def freeze_with_features(
+    model: DAK,
+    guide: Any,
+    sites: dict[str, Tensor] | None = None,
+    residual_variance: bool = False,
+    *,
+    num_rows: int = 1,
+    compile: bool = False,
+    with_features: bool = True,
+) -> Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]:
+    """q(f), and with `with_features` the features of the network `(N, D_w)`, from one pass.
+
+    The other arguments are those of `freeze`. The network runs once for each row, unless the class
+    of the model is not `DAK` itself, whose unit inputs may come from anywhere.
+    """
     check_model(model)
     check_guide(model, guide)
     mixed = is_mixed(model.layer.log_unit_scale)
-    network, units = _frozen_units(model, 0 if mixed else num_rows)
+    # Without rows, no layer of the network is folded into the map to the units.
+    network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
+    extractor = model.feature_extractor if with_features else None
     if sites is None:
         moments = partial(guide.moments, model.layer) if mixed else _frozen_moments(model, guide)
     else:
         moments = partial(_moments_of_draws, model, sites)
     residual = model.residual_variance if residual_variance else None
     if not compile:
-        return partial(
-            _moments_at, network=network, units=units, moments=moments, residual=residual
-        )
+        return lambda x: _moments_at(x, network, units, moments, residual, extractor)
     if model not in _COMPILED:
         _COMPILED[model] = Compiled(_moments_at, dynamic=True)
     compiled = _COMPILED[model]
-    return lambda x: compiled(x, network, units, moments, residual)
+    return lambda x: compiled(x, network, units, moments, residual, extractor)
 
 
 @torch.no_grad()
@@ -77,15 +105,20 @@ def _moments_at(
     units: Callable[[Tensor], Tensor] | None,
     moments: Callable[[Tensor], FunctionMoments],
     residual: Callable[[Tensor], Tensor] | None,
-) -> FunctionMoments:
-    h = network(x)
+    extractor: Callable[[Tensor], Tensor] | None,
+) -> tuple[FunctionMoments, Tensor | None]:
+    """q(f), and the features if the extractor is given; they are what `units` starts from."""
+    h, features = network(x), None
+    if extractor is not None:
+        features = extractor(x) if units is None else h
     with own_precision(h):  # mixed precision is for the network
         if units is not None:
             h = units(h)
         q = moments(h)
         # Far outside the grid f is its bias, also at infinity; NaN shows that something overflowed.
         mean = q.mean + 0 * h.sum(-1, keepdim=True)
-        return FunctionMoments(mean, q.var if residual is None else q.var + residual(h), q.root)
+        var = q.var if residual is None else q.var + residual(h)
+        return FunctionMoments(mean, var, q.root), features
 
 
 def _frozen_units(

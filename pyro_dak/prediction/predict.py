@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, with_own_tensors
-from pyro_dak.prediction.freeze import freeze
+from pyro_dak.prediction.freeze import freeze_with_features
 from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
@@ -45,6 +46,7 @@ def predict(
     seed: int | None = None,
     chunk_size: int = 8192,
     compile: bool = False,
+    novelty: bool = True,
     progress: bool = True,
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
@@ -67,6 +69,8 @@ def predict(
         chunk_size: rows at a time; few thousands fit the cache of a processor.
         compile: compile network and last layer: ten seconds at the first call for a model, then
             faster ones; goes on without, with a warning, where that fails.
+        novelty: say how strange each row is, if the model has learned that (`learn_novelty`). It
+            takes about (1 + 3 D_w)^2 multiplications a row, which a small network notices.
         progress: show a bar if it takes more than two seconds.
     """
     check_choice("method", method, ("mc", "probit"))
@@ -85,12 +89,21 @@ def predict(
     if number is not None:
         likelihood, own = (rescaled_likelihood(part, number) for part in (likelihood, own))
     parts: list[list[Tensor]] = []
+    has_novelty = novelty and model.novelty is not None
+    leverages: list[Tensor] = []
     options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "compile": compile}
     with frozen_functions(
-        model, guide, x, residual_variance=residual_variance, **options
+        model,
+        guide,
+        x,
+        residual_variance=residual_variance,
+        with_features=has_novelty,
+        **options,
     ) as moments_at:
         for chunk in with_bar(x.split(int(chunk_size)), progress):
-            q = moments_at(chunk.to(device))
+            q, features = moments_at(chunk.to(device))
+            if features is not None:
+                leverages.append(model.novelty.leverage(features).to(x.device))
             if number is not None:
                 q = rescaled_moments(own, q, number)
             if has_classes:
@@ -99,6 +112,12 @@ def predict(
                     generator = torch.Generator(device).manual_seed(seed)
                     draws = sample_marginals(q, num_samples, generator)
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
+                if has_novelty and number is not None:  # what is usual is known without calibration
+                    raw = None if draws is None else draws * number
+                    log_probs, _ = own.class_probabilities(
+                        rescaled_moments(own, q, 1 / number), raw
+                    )
+                    results += (torch.special.entr(log_probs.exp()).sum(-1),)
             else:
                 q = compact(q)
                 results = (*own.predictive_moments(q), *q[:2])
@@ -108,10 +127,16 @@ def predict(
         model.input_shape = model.input_shape or tuple(x.shape[1:])
         check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
     if has_classes:
-        return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]))
+        classes = ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:4]))
+        if not has_novelty:
+            return classes
+        entropy = classes.entropy if number is None else joined[4]
+        scores = model.novelty.tails.scores(torch.cat(leverages), entropy)
+        return replace(classes, novelty_scores=scores)
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
-    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood)
+    scores = model.novelty.tails.scores(torch.cat(leverages)) if has_novelty else None
+    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, scores)
 
 
 @contextmanager
@@ -124,10 +149,12 @@ def frozen_functions(
     residual_variance: bool,
     seed: int,
     compile: bool = False,
-) -> Iterator[Callable[[Tensor], FunctionMoments]]:
+    with_features: bool = False,
+) -> Iterator[Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]]:
     """A context with q(f) as a function of rows of x, as they are without calibration.
 
-    Guides without a closed form are known by `num_samples` draws from `seed`.
+    With q(f) come the features of the network, if they are asked for. Guides without a closed form
+    are known by `num_samples` draws from `seed`.
     """
     sites, device = None, model.layer.log_unit_scale.device
     if not getattr(guide, "has_closed_form", False):
@@ -135,7 +162,15 @@ def frozen_functions(
             sites = draw_sites(guide, num_samples, x[:1].to(device))
         check_draws(model, sites)
     with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
-        yield freeze(model, guide, sites, residual_variance, num_rows=len(x), compile=compile)
+        yield freeze_with_features(
+            model,
+            guide,
+            sites,
+            residual_variance,
+            num_rows=len(x),
+            compile=compile,
+            with_features=with_features,
+        )
 
 
 def components(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,72 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
-from pyro_dak.validation import check_integer, check_probability
+from pyro_dak.validation import check_choice, check_integer, check_probability
 
-__all__ = ["ClassPrediction", "Components", "Prediction"]
+__all__ = ["ClassPrediction", "Components", "NoveltyScores", "Prediction", "WithNovelty"]
+
+
+class NoveltyScores(NamedTuple):
+    """How strange each row is, `(N,)` each.
+
+    `novelty` is the share of reference rows at least as strange. The others are -log tail
+    probabilities; `entropy` is None where there are no classes.
+    """
+
+    novelty: Any
+    combined: Any
+    leverage: Any
+    entropy: Any
+
+
+class WithNovelty:
+    """A prediction that says how strange its rows are, if what it comes from has learned that."""
+
+    novelty_scores: NoveltyScores | None
+
+    @property
+    def novelty(self) -> Any:
+        """The share of reference rows that are at least as strange, `(N,)`.
+
+        0.01 is stranger than 99 % of them. They are rows that were held out from training, or else
+        training rows, each compared with the others. For rows like them novelty is uniform.
+        """
+        return self._scores().novelty
+
+    def strangeness(self, score: str = "combined") -> Any:
+        """How strange each row is, `(N,)`: larger is stranger, without an upper end.
+
+        -log of the share of reference rows at least as strange by one score, continued beyond the
+        strangest of them. "leverage" is large where the features of the network are unlike those of
+        the training rows, "entropy" where the classes are uncertain, and "combined" is the sum of
+        both: Fisher's product of tail probabilities. Without classes there is only leverage.
+        """
+        check_choice("score", score, ("combined", "entropy", "leverage"))
+        value = getattr(self._scores(), score)
+        if value is None:
+            raise ValueError(
+                '`score` must be "leverage" or "combined" here, because only a prediction of '
+                'classes has the entropy of their probabilities; got "entropy".'
+            )
+        return value
+
+    def _scores(self) -> NoveltyScores:
+        if self.novelty_scores is None:
+            raise ValueError(
+                "This prediction does not know how strange its rows are. `fit` learns that at its "
+                "end, unless it is told not to or warns that it cannot; for a model that was "
+                "trained otherwise, call `learn_novelty(model, guide, x)` with its training "
+                "inputs. Then predict again, with `novelty=True`."
+            )
+        return self.novelty_scores
+
 
 # So many draws at a time are sorted for a quantile: torch takes no more than 2^24 numbers.
 _MAX_DRAWS = 2**23
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(WithNovelty):
     """What is known of y at new inputs; all tensors `(N, C)`.
 
     `mean` is E y. The variance splits into `epistemic`, what more data could remove, and
@@ -37,6 +93,7 @@ class Prediction:
     aleatoric: Tensor
     functions: FunctionMoments
     likelihood: Likelihood
+    novelty_scores: NoveltyScores | None = None
 
     @property
     def variance(self) -> Tensor:
@@ -101,7 +158,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class ClassPrediction:
+class ClassPrediction(WithNovelty):
     """Class probabilities `(N, C)`, as logarithms, and how sure they are.
 
     `functions` holds the mean and the variance of each function under q(f). Covariance between
@@ -111,6 +168,7 @@ class ClassPrediction:
     log_probs: Tensor
     expected_entropy: Tensor
     functions: FunctionMoments
+    novelty_scores: NoveltyScores | None = None
 
     @property
     def probs(self) -> Tensor:

@@ -21,7 +21,10 @@ from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.modes import with_own_tensors
+from pyro_dak.prediction.results import NoveltyScores
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
+from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.rows import (
     FEW_ROWS,
@@ -85,6 +88,7 @@ class TableEstimator(Parameters, BaseEstimator):
     # The factors that leave predictions as the model makes them.
     _uncalibrated: ClassVar[dict[str, float]]
     ensemble_: Ensemble
+    novelty_: EnsembleNovelty | None
     kept_apart_: list[Any] | None
 
     def _validated_targets(self, y: Any) -> Array:
@@ -209,7 +213,7 @@ class TableEstimator(Parameters, BaseEstimator):
             self.ensemble_ = (
                 self._build(self.ensemble_size, seed) if is_first else self._copy(self.ensemble_)
             )
-            self.kept_apart_ = None
+            self.kept_apart_ = self.novelty_ = None
             self.num_rows_seen_ += float(weights.sum())
             rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
             plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
@@ -317,17 +321,40 @@ class TableEstimator(Parameters, BaseEstimator):
         held_out, overlap = self._hold_out(rows, num_parts, seed, start is not None)
         if len(held_out.unique()) < 2:  # too few to say anything
             self.ensemble_ = start or self._build(E, seed)
-            rows = without(rows, held_out[:E])
-            self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
+            kept = without(rows, held_out[:E])
+            self.history_ = train(self.ensemble_, kept, plan, progress=self.progress)
+            self.novelty_ = learn_novelty(
+                self.ensemble_, rows.x, held_out[:E], None, self._entropies
+            )
             return
         self.ensemble_ = start or self._build(num_parts, seed)
         self._stop_and_calibrate(rows, held_out, overlap, plan)
+        reference = reference_of(self.ensemble_, rows.x, held_out, self._entropies)
         if refit:
             self.ensemble_ = self._build(E, seed + 1000)
             plan = replace(plan, stop_after=self.history_.best_epoch)
             second = train(self.ensemble_, rows, plan, None, self.progress, "refit")
             self.history_.rows += second.rows
             self.history_.seconds += second.seconds
+        self.novelty_ = learn_novelty(
+            self.ensemble_, rows.x, held_out[:E], reference, self._entropies, bool(refit)
+        )
+
+    def _entropies(self, moments: FunctionMoments) -> tuple[Tensor, Tensor] | None:
+        """The entropies of the members, `(E, N)`, and of the mixture, `(N,)`, if it has classes."""
+        return None
+
+    def _novelty_scores(
+        self, leverages: list[Tensor], entropy: Array | None = None
+    ) -> NoveltyScores | None:
+        """How strange rows with these scores are, as arrays; None if that was not learned."""
+        if not leverages or self.novelty_ is None:
+            return None
+        by_leverage = torch.cat(leverages).cpu()
+        by_entropy = None if entropy is None else torch.from_numpy(entropy)
+        tails = with_own_tensors(self.novelty_.tails, by_leverage.device)
+        scores = tails.scores(by_leverage, by_entropy)
+        return NoveltyScores(*(None if part is None else part.numpy() for part in scores))
 
     def _hold_out(self, rows: Rows, num_parts: int, seed: int, is_warm: bool) -> tuple[Tensor, int]:
         """The numbers of the held-out rows, `(E, n)`, and how many a part shares with the next.
@@ -375,19 +402,32 @@ class TableEstimator(Parameters, BaseEstimator):
         with torch.no_grad():
             self._calibrate(part, ensemble, overlap)
 
-    def _moments(self, X: Any) -> Iterator[tuple[Ensemble, FunctionMoments]]:
+    def _moments(
+        self, X: Any, novelty: bool = False
+    ) -> Iterator[tuple[Ensemble, FunctionMoments, list[Tensor]]]:
         """q(f) of every member, one chunk of rows after the other, in float64.
 
-        In double precision the prediction of a row does not depend on the rows beside it.
+        In double precision the prediction of a row does not depend on the rows beside it. With
+        `novelty`, leverages `(N,)` come with each chunk, in a list, which is empty without.
         """
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=_DTYPES)
-        ensemble = self.ensemble_.to(self._device(), torch.float64)
-        slices = _chunks(len(X), ensemble.tensors["guide.mu_loc"].numel())  # (E, F)
-        for rows in tqdm(slices, "predict", delay=2, disable=not self.progress, leave=False):
+        device = self._device()
+        ensemble = self.ensemble_.to(device, torch.float64)
+        numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
+        learned = self.__dict__.get("novelty_") if novelty else None  # old files have none
+        if learned is not None:
+            learned = with_own_tensors(learned, device).double()
+            numbers = max(numbers, len(learned.members[0].root))
+        for rows in tqdm(
+            _chunks(len(X), numbers), "predict", delay=2, disable=not self.progress, leave=False
+        ):
             x = self._standardized(X[rows], limit=1e100)
             with torch.no_grad():
-                yield ensemble, ensemble.moments(torch.from_numpy(x).to(ensemble.device))
+                inputs = torch.from_numpy(x).to(device)
+                features = ensemble.features(inputs)
+                leverages = [] if learned is None else [learned.leverage(features)]
+                yield ensemble, ensemble.moments_from(features, inputs), leverages
 
 
 def scales(

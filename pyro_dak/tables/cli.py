@@ -188,6 +188,7 @@ def predict(
 ) -> None:
     """Predict rows: mean, standard deviation and interval, or class probabilities.
 
+    The column novelty is small for strange rows: 0.01 is stranger than 99 % of usual rows.
     A table called - is read from standard input.
     """
     if not 0 < level < 1:
@@ -201,9 +202,12 @@ def predict(
         lower, upper = prediction.interval(level)
         columns = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
     else:
-        probs = estimator.predict_proba(X)
-        columns = {"label": estimator.classes_[probs.argmax(-1)]}
-        columns |= {f"p_{name}": probs[:, k] for k, name in enumerate(estimator.classes_)}
+        prediction = estimator.predict_dist(X)
+        columns = {"label": estimator.classes_[prediction.probs.argmax(-1)]}
+        names = enumerate(estimator.classes_)
+        columns |= {f"p_{name}": prediction.probs[:, k] for k, name in names}
+    if prediction.novelty_scores is not None:  # models of earlier versions have none
+        columns["novelty"] = prediction.novelty
     result = pd.DataFrame(columns)
     if out is None or out == STANDARD:
         result.to_csv(sys.stdout, index=False)

@@ -141,7 +141,7 @@ class Ensemble(Stack):
             raise ValueError("`members` must hold at least one pair of model and guide.")
         self.model, self.guide = members[0]
         self.layers = _linear_layers(self.model, self.guide)
-        states = [module_tensors(model, guide) for model, guide in members]
+        states = [_state(model, guide) for model, guide in members]
         shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
         if any(other != shapes[0] for other in shapes):
             raise ValueError("`members` must all have the same architecture.")
@@ -167,30 +167,41 @@ class Ensemble(Stack):
         network = [t for name, t in self.tensors.items() if name.startswith(parts)]
         return network, [t for name, t in self.tensors.items() if not name.startswith(parts)]
 
+    def architecture(self) -> dict[str, Any]:
+        """What `rebuild` makes a member from, with fresh weights."""
+        return describe(self.model, self.guide) | {"novelty": None}
+
     def members(self) -> list[Member]:
         """The members as ordinary models and guides, copies in eval mode."""
         members: list[Any] = []
         for index in range(len(self)):
             own = {name: tensor.detach()[index] for name, tensor in self.tensors.items()}
-            pair = rebuild(describe(self.model, self.guide))
+            pair = rebuild(self.architecture())
             model, guide = (part.to(self.device, own["guide.mu_loc"].dtype) for part in pair)
             load_module_tensors(model, guide, own)
             members.append((model, guide))
         return members
 
-    def unit_inputs(self, x: Tensor, training: bool = False) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
+        """The features of every member's network, `(E, D_w, N)`.
+
+        x is `(N, D)`, or `(E, N, D)` with rows of its own for each member.
+        """
+        h = x.mT.expand(len(self), -1, -1)  # (E, D, N)
+        for name, has_relu in self.layers:
+            weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+            h = torch.baddbmm(bias.unsqueeze(-1), weight, h)
+            h = h.relu_() if has_relu else h
+        return h
+
+    def unit_inputs(self, features: Tensor, x: Tensor, training: bool = False) -> Tensor:
         """h of every member, `(E, P, N)`, in the coordinates of the grid.
 
         In training the units are standardised by the batch, as in `Scaling`, and the statistics of
         the batch enter the running ones.
         """
         tensors = self.tensors
-        h = x.mT.expand(len(self), -1, -1)  # (E, D, N)
-        for name, has_relu in self.layers:
-            weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-            h = torch.baddbmm(bias.unsqueeze(-1), weight, h)
-            h = h.relu_() if has_relu else h
-        h = tensors["model.embedding.weight"] @ h  # (E, P, N)
+        h = tensors["model.embedding.weight"] @ features  # (E, P, N)
         if self.model.num_input_units > 0:
             h = torch.cat([h, x.mT.expand(len(self), -1, -1)], 1)
         scaling = self.model.scaling
@@ -205,13 +216,16 @@ class Ensemble(Stack):
         return scaling.apply_map(h, first.unsqueeze(-1), second.unsqueeze(-1))
 
     def moments(self, x: Tensor, training: bool = False) -> FunctionMoments:
-        """q(f) of every member at x: mean and variance `(E, N, F)`.
+        """q(f) of every member at x `(N, D)` or `(E, N, D)`: mean and variance `(E, N, F)`."""
+        return self.moments_from(self.features(x), x, training)
 
-        x is `(N, D)`, or `(E, N, D)` with rows of its own for each member. If there are input
-        units, then except in training the variance has what the grid loses in it, which is what
-        these units are for: far from the data their prior variance comes back.
+    def moments_from(self, features: Tensor, x: Tensor, training: bool = False) -> FunctionMoments:
+        """q(f) of every member from its features `(E, D_w, N)` at x: mean and variance `(E, N, F)`.
+
+        If there are input units, then except in training the variance has what the grid loses in
+        it, which is what these units are for: far from the data their prior variance comes back.
         """
-        h = self.unit_inputs(x, training)
+        h = self.unit_inputs(features, x, training)
         sigma = self.tensors["model.layer.log_unit_scale"].exp().unsqueeze(-1)  # (E, P, 1)
         loc = self.tensors["guide.z_loc"].transpose(0, 1) * sigma  # (F, E, P, M)
         scale = self.tensors["guide.z_log_scale"].exp().transpose(0, 1) * sigma
@@ -263,6 +277,12 @@ class Ensemble(Stack):
         if log_scale is None:
             return self.model.likelihood
         return self.model.likelihood.with_noise(log_scale.reshape(len(self), 1, -1))
+
+
+def _state(model: DAK, guide: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a member; what it knows of its training rows is not trained."""
+    tensors = module_tensors(model, guide)
+    return {name: t for name, t in tensors.items() if not name.startswith("model.novelty.")}
 
 
 def _linear_layers(model: DAK, guide: nn.Module) -> list[tuple[str, bool]]:

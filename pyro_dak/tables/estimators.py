@@ -1,7 +1,7 @@
 """`DAKRegressor` and `DAKClassifier`: deep additive kernels as scikit-learn estimators."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +70,7 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             several members has smaller errors than a single member.
         kept_apart_: with `warm_start`, the share of the rows that is never trained on and the seed
             that chooses them; else None.
+        novelty_: what tells how strange a row is, or None after `partial_fit`.
         history_: losses and held-out scores by epoch.
         n_features_in_: the number of columns.
         feature_names_in_: the names of the columns, if `fit` was given a data frame.
@@ -132,9 +133,16 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         self.calibration_, self.tail_df_, self.mixture_factor_ = found
 
     def predict_dist(self, X: Any) -> StudentPrediction:
-        """The predictive distribution of y for each row: mean, variance, intervals, densities."""
-        parts = []
-        for ensemble, moments in self._moments(X):
+        """The predictive distribution of y for each row: mean, variance, intervals, densities.
+
+        It also says how strange each row is: `novelty` and `strangeness`.
+        """
+        return self._predict_dist(X, novelty=True)
+
+    def _predict_dist(self, X: Any, novelty: bool = False) -> StudentPrediction:
+        parts, all_leverages = [], []
+        for ensemble, moments, leverages in self._moments(X, novelty):
+            all_leverages += leverages
             members = ensemble.stacked_likelihood().predictive_moments(moments)
             mean, epistemic, aleatoric = members  # (E, N, C)
             epistemic = self.calibration_ * epistemic.mean(0) + mean.var(0, correction=0)
@@ -149,16 +157,17 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             (factor * epistemic)[:, columns],
             (factor * aleatoric)[:, columns],
             self.tail_df_,
+            self._novelty_scores(all_leverages),
         )
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y, `(N,)` or `(N, C)`; with `return_std` also its standard deviation."""
-        prediction = self.predict_dist(X)
+        prediction = self._predict_dist(X)
         return (prediction.mean, prediction.std) if return_std else prediction.mean
 
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
         """Both ends of the central interval with probability `level`, `(N, 2)` or `(N, C, 2)`."""
-        return np.stack(self.predict_dist(X).interval(level), -1)
+        return np.stack(self._predict_dist(X).interval(level), -1)
 
 
 def _normal(ensemble: Ensemble, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,17 +242,31 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         self.calibration_ = temperatures[int(torch.stack(losses).argmin())]
 
     def predict_dist(self, X: Any) -> ClassMixture:
-        """Class probabilities of each row, with their entropy and mutual information."""
-        parts = []
-        for _, moments in self._moments(X):
+        """Class probabilities of each row, with their entropy and mutual information.
+
+        It also says how strange each row is: `novelty` and `strangeness`.
+        """
+        mixture, leverages = self._mixture(X, novelty=True)
+        return replace(mixture, novelty_scores=self._novelty_scores(leverages, mixture.entropy))
+
+    def _mixture(self, X: Any, novelty: bool = False) -> tuple[ClassMixture, list[Tensor]]:
+        parts, all_leverages = [], []
+        for _, moments, leverages in self._moments(X, novelty):
+            all_leverages += leverages
             log_probs, entropies = _log_probs(moments, self.calibration_)  # (E, N, K), (E, N)
             parts.append([p.cpu().numpy() for p in (log_probs.exp().mean(0), entropies.mean(0))])
         probs, expected_entropy = map(np.concatenate, zip(*parts, strict=True))
-        return ClassMixture(probs / probs.sum(-1, keepdims=True), expected_entropy)
+        mixture = ClassMixture(probs / probs.sum(-1, keepdims=True), expected_entropy)
+        return mixture, all_leverages
+
+    def _entropies(self, moments: FunctionMoments) -> tuple[Tensor, Tensor]:
+        probs = _log_probs(moments, self.calibration_)[0].exp()  # (E, N, K)
+        mixture = torch.special.entr(probs.mean(0)).sum(-1)
+        return torch.special.entr(probs).sum(-1), mixture
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, `(N, K)`, in the order of `classes_`."""
-        return self.predict_dist(X).probs
+        return self._mixture(X)[0].probs
 
     def predict(self, X: Any) -> Array:
         """The most probable label of each row, `(N,)`."""

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 from scipy.special import entr
 
+from pyro_dak.prediction.results import NoveltyScores, WithNovelty
 from pyro_dak.validation import check_probability
 
 __all__ = [
@@ -33,7 +34,7 @@ _MANY = 40
 
 
 @dataclass(frozen=True)
-class StudentPrediction:
+class StudentPrediction(WithNovelty):
     """The predictive distribution of y in each row, `(N,)` or `(N, C)`.
 
     It is a Student-t distribution, or a normal one if `df` is infinite. Its variance is that of the
@@ -51,6 +52,7 @@ class StudentPrediction:
     epistemic: Array
     aleatoric: Array
     df: float = math.inf
+    novelty_scores: NoveltyScores | None = None
 
     @property
     def variance(self) -> Array:
@@ -102,7 +104,7 @@ class StudentPrediction:
 
 
 @dataclass(frozen=True)
-class ClassMixture:
+class ClassMixture(WithNovelty):
     """Class probabilities `(N, K)`, averaged over members, and how certain they are.
 
     Attributes:
@@ -112,6 +114,7 @@ class ClassMixture:
 
     probs: Array
     expected_entropy: Array
+    novelty_scores: NoveltyScores | None = None
 
     @property
     def entropy(self) -> Array:

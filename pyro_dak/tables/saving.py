@@ -11,7 +11,9 @@ import torch
 from sklearn.base import is_classifier
 
 from pyro_dak.inference.guides import MeanFieldGuide
+from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.tables.ensemble import Ensemble
+from pyro_dak.tables.novelty import EnsembleNovelty
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
     CheckpointError,
@@ -20,7 +22,7 @@ from pyro_dak.training.checkpoint import (
     read_directory,
     write_directory,
 )
-from pyro_dak.training.describe import check_sizes, describe, rebuild
+from pyro_dak.training.describe import check_sizes, rebuild
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_integer, check_path, check_positive, check_probability
 
@@ -42,6 +44,8 @@ def write_estimator(
     path = Path(path)
     state = vars(estimator)
     tensors = {f"ensemble.{name}": t for name, t in estimator.ensemble_.tensors.items()}
+    if state.get("novelty_") is not None:
+        tensors |= {f"novelty.{name}": t for name, t in state["novelty_"].state_dict().items()}
     tensors |= {name: torch.tensor(state[name]) for name in _ARRAYS if name in state}
     parameters = estimator.get_params()
     if not isinstance(parameters["random_state"], int | None):
@@ -55,7 +59,7 @@ def write_estimator(
             "values": {name: state[name] for name in _VALUES.split() if name in state},
             "feature_names": _labels(state.get("feature_names_in_")),
             "classes": _labels(state.get("classes_")),
-            "architecture": describe(estimator.ensemble_.model, estimator.ensemble_.guide),
+            "architecture": estimator.ensemble_.architecture(),
             "history": estimator.history_.rows,
             "best_epoch": estimator.history_.best_epoch,
         },
@@ -94,6 +98,7 @@ def read_estimator(
             if content[key] is not None:
                 state[name] = _from_labels(content[key], max_bytes)
         state["ensemble_"] = _ensemble(content["architecture"], tensors, max_bytes)
+        state["novelty_"] = _novelty(state["ensemble_"], tensors)
         check_history(content["history"], content["best_epoch"])
         state["history_"] = History(content["history"], "finished", content["best_epoch"])
         _check_state(state, is_classifier(estimator))
@@ -107,7 +112,8 @@ def _ensemble(
     architecture: dict[str, Any], tensors: dict[str, torch.Tensor], max_bytes: int
 ) -> Ensemble:
     """The ensemble with the stored architecture and the stored weights."""
-    stored = {n.removeprefix("ensemble."): t for n, t in tensors.items() if n not in _ARRAYS}
+    names = [n for n in tensors if n not in _ARRAYS and not n.startswith("novelty.")]
+    stored = {n.removeprefix("ensemble."): tensors[n] for n in names}
     check_sizes(architecture, {name: t.shape[1:] for name, t in stored.items()}, max_bytes)
     model, guide = rebuild(architecture)
     if not isinstance(guide, MeanFieldGuide):
@@ -122,6 +128,22 @@ def _ensemble(
         for name, tensor in ensemble.tensors.items()
     }
     return ensemble
+
+
+def _novelty(ensemble: Ensemble, tensors: dict[str, torch.Tensor]) -> EnsembleNovelty | None:
+    """What the ensemble knows of its training rows, if the file says anything about them."""
+    names = [name for name in tensors if name.startswith("novelty.")]
+    stored = {name.removeprefix("novelty."): tensors[name].clone() for name in names}
+    if not stored:
+        return None
+    has_classes = isinstance(ensemble.model.likelihood, CategoricalLikelihood)
+    sizes = (len(ensemble), ensemble.model.feature_dim, len(stored["tails.leverage"]))
+    if sizes[-1] == 0:
+        raise ValueError("there are no rows to compare others with.")
+    with torch.device("meta"):  # where nothing is allocated that the file does not have
+        novelty = EnsembleNovelty(*sizes, has_classes)
+    novelty.load_state_dict(stored, assign=True)
+    return novelty.float()
 
 
 def _check_state(state: dict[str, Any], has_classes: bool) -> None:

@@ -13,6 +13,7 @@ the steps is that of the bound. With W processes, whose gradients are averaged, 
 rows of a batch, and they count W times as much. A row with a weight counts as often as that says.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -329,6 +330,17 @@ class LoaderData:
                 )
             yield x[own].to(self.device), y[own].to(self.device), scale
         self._check_epoch(number)
+
+    def inputs(self, seed: int) -> Iterator[Tensor]:
+        """The inputs of one more epoch, batch by batch, all rows in every process.
+
+        What is drawn comes from the seed, and leaves the generators as they were.
+        """
+        own = copy.copy(self)
+        own.rank, own.world_size = 0, 1
+        with rewound(self.generators):
+            for x, _, _ in own.epoch(torch.Generator().manual_seed(seed), 0):
+                yield x
 
     def _check_epoch(self, num_batches: int) -> None:
         """Tell if this epoch had other rows or batches than expected, or than the first one."""

@@ -23,6 +23,7 @@ from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, local_parameters, with_own_tensors
+from pyro_dak.prediction.novelty import Novelty
 from pyro_dak.validation import check_integer, check_positive
 
 __all__ = ["check_sizes", "describe", "differences", "rebuild", "set_up_guide"]
@@ -84,6 +85,7 @@ def describe(model: DAK, guide: nn.Module) -> Description:
         "guide": _describe_guide(guide),
         "dtype": str(model.layer.log_unit_scale.dtype).removeprefix("torch."),
         "input_shape": model.input_shape,
+        "novelty": None if model.novelty is None else len(model.novelty.tails.leverage),
     }
 
 
@@ -99,7 +101,9 @@ def rebuild(
     dtype = _look_up("dtype", description["dtype"], _DTYPES)
     shape = _input_shape(description)
     with torch.random.fork_rng(devices=[]):
-        model = _build_model(description["model"], feature_extractor).to(dtype).eval()
+        model = _build_model(description["model"], feature_extractor)
+        model.novelty = _novelty(description, model)
+        model.to(dtype).eval()
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
         if feature_extractor is None:
             with _without_network(model):
@@ -164,6 +168,7 @@ def check_sizes(
     with meta:
         network = _network(description["model"], feature_extractor)
         model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
+        model.novelty = _novelty(description, model)
     M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
     needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M)
     if feature_extractor is not None:
@@ -199,6 +204,19 @@ def _least_parameters(description: Description, model: DAK, num_latent: int) -> 
         "UnitBlockGuide": z * model.num_inducing,
     }
     return matrices.get(description["name"], z)
+
+
+def _novelty(description: Description, model: DAK) -> Novelty | None:
+    """The statistics of a model's training rows, not yet filled in; the number of them is stored.
+
+    Files of earlier versions say nothing of them.
+    """
+    num_rows = description.get("novelty")
+    if num_rows is None:
+        return None
+    check_integer("novelty", num_rows, minimum=1, maximum=2**32)
+    has_classes = isinstance(model.likelihood, likelihoods.CategoricalLikelihood)
+    return Novelty(model.feature_dim, num_rows, has_classes)
 
 
 def _input_shape(description: Description) -> tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 """`fit`: train any model with any guide by any objective."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,8 +27,9 @@ from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import local_parameters
+from pyro_dak.prediction.novelty import features_of, in_random_order, novelty_of_features
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
-from pyro_dak.training.data import ResidentData, hold_out, training_data
+from pyro_dak.training.data import Data, ResidentData, hold_out, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.loop import Run, frozen, seeded
 from pyro_dak.training.natural import NaturalLoss, build_learner
@@ -83,6 +85,7 @@ def fit(
     compile: bool = False,
     final_pass: bool | None = None,
     evaluate: bool = True,
+    novelty: bool = True,
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 1,
@@ -137,6 +140,9 @@ def fit(
             over the last passes of training predicted held-out rows better. Other guides ignore it.
         evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
             pass over the data without gradients.
+        novelty: whether to learn at the end, by one more pass over the inputs, how training rows
+            look, so that predictions say how strange other rows are (see `learn_novelty`). Rows
+            are compared with those of `validation`, if there are at least 200.
         seed: seed of batches and draws.
         checkpoint_dir: directory for checkpoints; none are written without it.
         checkpoint_every: number of epochs between checkpoints.
@@ -221,6 +227,7 @@ def fit(
         if newest is not None:
             run.resume(newest.path, newest)
         model.scaling.is_synchronized = fabric.world_size > 1
+        model.novelty = None  # that of another network
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
             if final_pass is None:
@@ -233,8 +240,37 @@ def fit(
             model.scaling.is_synchronized = False
             model.eval()
             guide.eval()
+        if novelty and history.status != "interrupted":
+            _learn_novelty(model, guide, batches, first, plan, progress and fabric.is_global_zero)
     model.scaling.warn_if_dead(model.num_input_units)
     return history
+
+
+def _learn_novelty(
+    model: DAK, guide: nn.Module, batches: Data, first: Tensor, plan: Plan, progress: bool
+) -> None:
+    """Learn how the training rows look; every process does it alike, for all rows.
+
+    A trained model is worth more than this, so what goes wrong is a warning.
+    """
+    try:
+        if plan.fixed_features and isinstance(batches, ResidentData):
+            features = batches.x[:, : model.feature_dim]  # inputs may be beside them
+            rows = first.to(batches.x.device)
+        elif isinstance(batches, ResidentData):
+            features, rows = features_of(model, in_random_order(batches.x), progress)
+        else:
+            features, rows = features_of(model, batches.inputs(plan.seed), progress)
+        held_out = None if batches.held_out is None else batches.held_out[0]
+        model.novelty = novelty_of_features(model, guide, features, rows, held_out)
+    except NotImplementedError:
+        return  # its network samples, and `predict` refuses it in so many words
+    except Exception as error:
+        warnings.warn(
+            f"Predictions will not say how strange rows are, because that could not be learned: "
+            f"{error} Call `learn_novelty`, or pass `novelty=False` to leave it out.",
+            stacklevel=3,
+        )
 
 
 def _checkpoints(

@@ -227,7 +227,7 @@ class DAKLoss(nn.Module, Learner):
         """Scores of held-out rows, of which each process takes its share; a `ScoreFn`."""
         own = slice(fabric.global_rank, None, fabric.world_size)
         x, y = x[own].to(self.model.layer.log_unit_scale.dtype), y[own]
-        prediction = predict(self.model, self.guide, x, progress=False)
+        prediction = predict(self.model, self.guide, x, novelty=False, progress=False)
         if isinstance(prediction, ClassPrediction):
             name, fit = "val_accuracy", (prediction.label == y).double()
         else:

@@ -89,7 +89,7 @@ def test_predictions_are_those_of_the_estimator(files, tmp_path):
     out = tmp_path / "p.csv"
     succeed("predict", files / "model", files / "new.csv", "--out", out, "--quiet")
     found = pd.read_csv(out)
-    assert list(found) == ["mean", "std", "lower", "upper"]
+    assert list(found) == ["mean", "std", "lower", "upper", "novelty"]
     to_stdout = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
     assert to_stdout == out.read_text()
     model = DAKRegressor.load(files / "model")
@@ -100,14 +100,16 @@ def test_predictions_are_those_of_the_estimator(files, tmp_path):
     np.testing.assert_allclose(found["std"], std)
     interval = model.predict_interval(X, 0.9)
     np.testing.assert_allclose(found[["lower", "upper"]], interval)
+    np.testing.assert_allclose(found["novelty"], model.predict_dist(X).novelty)
 
 
 def test_classes_are_found_from_the_column_and_predicted(files):
     lines = succeed("predict", files / "classes", files / "train.csv", "--quiet").stdout
     header, *rows = lines.splitlines()
-    assert header == "label,p_blue,p_green,p_red"
+    assert header == "label,p_blue,p_green,p_red,novelty"
     for row in rows:
-        label, *probs = row.split(",")
+        label, *probs, novelty = row.split(",")
+        assert 0 < float(novelty) <= 1
         assert abs(sum(map(float, probs)) - 1) < 1e-6
         assert label == ["blue", "green", "red"][int(np.argmax(list(map(float, probs))))]
     assert isinstance(DAKClassifier.load(files / "classes"), DAKClassifier)
@@ -498,7 +500,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(files, tmp_path):
         tmp_path / "many.csv",
     ]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"mean,std,lower,upper\n"
+        assert process.stdout.readline() == b"mean,std,lower,upper,novelty\n"
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1

@@ -123,7 +123,10 @@ def test_training_is_that_of_fit():
         model, guide, (x, y), epochs=3, batch_size=10, learning_rate=1e-2, seed=7, progress=False
     )
     trained = ensemble.members()[0]
-    for found, wanted in zip(trained, (model, guide), strict=True):
+    assert trained[0].novelty is None
+    again = Ensemble([(model, guide)]).members()[0]
+    model.novelty = None
+    for found, wanted in zip((*trained, *again), (model, guide) * 2, strict=True):
         for name, value in wanted.state_dict().items():
             assert_close(found.state_dict()[name], value, msg=name)
     assert len(history.rows) == len(expected.rows)

@@ -20,6 +20,7 @@ from pyro_dak import (
     MeanFieldGuide,
     NaturalGuide,
     UnitBlockGuide,
+    learn_novelty,
     load,
     predict,
     save,
@@ -33,12 +34,14 @@ AUTOGUIDES = (AutoDelta, AutoNormal, AutoMultivariateNormal)
 GUIDES = (*OWN_GUIDES, *AUTOGUIDES)
 
 
-def save_model(path, guide_class=MeanFieldGuide, **options):
+def save_model(path, guide_class=MeanFieldGuide, has_novelty=False, **options):
     network = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Sequential(nn.Linear(6, 4)))
     model = DAK(network, 4, **({"num_units": 3, "level": 3} | options)).eval()
     model.input_shape = (3,)
     guide = guide_class(model)
     set_up_guide(guide, model, torch.zeros(2, 3))
+    if has_novelty:
+        learn_novelty(model, guide, torch.randn(50, 3))
     return save(model, guide, path)
 
 
@@ -68,7 +71,8 @@ def refuse(path, match, **options):
 @pytest.mark.parametrize("guide_class", [MeanFieldGuide, LowRankGuide, AutoNormal])
 def test_hostile_models_are_refused_or_read(tmp_path, guide_class):
     kernel = MaternKernel(0.5) if guide_class is LowRankGuide else None
-    path = save_model(tmp_path / "model", guide_class, kernel=kernel)
+    has_novelty = guide_class is MeanFieldGuide
+    path = save_model(tmp_path / "model", guide_class, has_novelty, kernel=kernel)
     assert hostile.failures(path, tmp_path, load_and_look, seed=0, count=60) == []
 
 
@@ -112,6 +116,16 @@ def test_hostile_checkpoints_are_refused_or_resumed(tmp_path, optimizer):
 def test_a_model_that_is_larger_than_its_weights_is_not_built(saved, edit):
     edit_config(saved, edit)
     refuse(saved, r"(?s)config\.json: .*(size mismatch|Unexpected key|overflow)")
+
+
+@pytest.mark.parametrize(("number", "match"), [
+    (10**9, "size mismatch"), (51, "size mismatch"), (None, "Unexpected key"),
+    (10**18, "between 1 and"), (0, "between 1 and"), ("50", "must be an integer"),
+])  # fmt: skip
+def test_novelty_that_is_larger_than_its_statistics_is_not_built(tmp_path, number, match):
+    path = save_model(tmp_path / "model", has_novelty=True)
+    edit_config(path, lambda config: config.update(novelty=number))
+    refuse(path, rf"(?s)config\.json: .*{match}")
 
 
 @pytest.mark.parametrize("guide_class", GUIDES)
