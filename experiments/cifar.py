@@ -25,7 +25,7 @@ from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
 DATASETS = ("cifar10", "cifar100")
-MODELS = ("nn", "svdkl", "dak_mc")
+MODELS = ("nn", "nn_bn", "svdkl", "dak_mc", "dak_natural")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Preset:
     dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     dak_recipe: dict[str, dict[str, Any]] = field(default_factory=dict)
     tuned_dak_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    natural_options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 PRESETS = {
@@ -84,6 +85,11 @@ PRESETS = {
             "cifar10": {"last_layer_learning_rate": 5e-3},
             "cifar100": {"last_layer_learning_rate": 4e-3},
         },
+        # Likewise, for `dak_natural`: a hundred classes ask for straight lines besides.
+        natural_options={
+            "cifar10": {"prior_scale": 1.0},
+            "cifar100": {"linear_term": True, "prior_scale": 1.0},
+        },
         # On given features the noise of wide weights disturbs no network, and an embedding helps.
         tuned_dak_options={
             "cifar10": {"init_scale": 0.05},
@@ -96,11 +102,13 @@ PRESETS = {
 def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: Any) -> Job:
     """The job of a model on a data set."""
     chosen = PRESETS[preset]
-    has_units = model not in (*images.PLAIN, "dak_features")
+    has_units = model not in (*images.PLAIN, "dak_features", "dak_natural")
     options: dict[str, Any] = {"num_units": chosen.num_units[dataset]} if has_units else {}
     if model != "nn":
         recipe = replace(recipe, **chosen.last_layer)
-    if model.startswith("dak"):
+    if model == "dak_natural":
+        options |= chosen.natural_options.get(dataset, {})
+    elif model.startswith("dak"):
         options |= chosen.dak_options.get(dataset, {})
         options |= chosen.tuned_dak_options.get(dataset, {}) if recipe.fixed_features else {}
         recipe = replace(recipe, **chosen.dak_recipe.get(dataset, {}))

@@ -43,7 +43,7 @@ def run_toy(directory: Path, quick: bool) -> list[list[str]]:
 
 
 def run_digits(directory: Path, quick: bool) -> list[list[str]]:
-    """DAK and a network on 8 x 8 digits; the rows of the table."""
+    """DAK and two networks on 8 x 8 digits; the rows of the table."""
     base = mnist.RECIPES["digits"]
     jobs = [
         images.make_job(
@@ -51,17 +51,18 @@ def run_digits(directory: Path, quick: bool) -> list[list[str]]:
             name,
             mnist.BACKBONES["digits"],
             replace(base, epochs=1 if quick else base.epochs),
-            {} if name == "nn" else {"num_units": 16, "init_scale": 0.1},
+            mnist.options("digits", name),
             max_rows=200 if quick else None,
         )
-        for name in ("dak_mc", "nn")
+        for name in ("dak_natural", "nn", "nn_bn")
     ]
     images.remove_checkpoints(jobs, directory)
     rows = []
     run_fn = partial(images.run, directory=directory)
     for line in _run(jobs, run_fn, directory, images.HEADLINE, images.label):
         s = line["metrics"]
-        third = f"ECE {s['ece']:.3f}, AUROC {s['ood_entropy']:.2f}"
+        strange = s.get("ood_combined", s["ood_entropy"])
+        third = f"ECE {s['ece']:.3f}, AUROC {strange:.2f}"
         error = f"{100 * (1 - s['accuracy']):.1f} % wrong"
         rows.append(["digits", line["config"]["model"], error, f"{s['nll']:.3f}", third])
     return rows

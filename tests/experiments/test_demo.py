@@ -18,9 +18,9 @@ def test_the_demo_ends_with_a_table_and_existing_files(tmp_path):
     output = invoke(demo.main, "--quick", "--out", tmp_path)
     lines = output.splitlines()
     table = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
-    assert [cell for cell in table if cell] == ["toy"] * 4 + ["digits"] * 2 + ["diabetes"] * 3
+    assert [cell for cell in table if cell] == ["toy"] * 4 + ["digits"] * 3 + ["diabetes"] * 3
     fits = [line for line in lines if line.endswith(" s")]
-    assert len(fits) == 9
+    assert len(fits) == 10
     assert lines[: len(fits)] == fits  # nothing else is printed before the table
     paths = [line.split()[1] for line in lines if line.startswith(("figure ", "report "))]
     assert len(paths) == 5
