@@ -110,11 +110,17 @@ class Images:
         )
 
 
-def load_images(name: str, data_root: str | Path | None = None, full: bool = False) -> Images:
-    """The image set of this name; `full` is for CIFAR: the whole archive instead of the subset."""
+def load_images(
+    name: str, data_root: str | Path | None = None, full: bool = False, split: int = 0
+) -> Images:
+    """The image set of this name.
+
+    `full` is for CIFAR: the whole archive instead of the subset. `split` is for digits, which have
+    no split of their own: the number of a random one.
+    """
     check_choice("dataset", name, IMAGE_SETS)
     if name == "digits":
-        return _load_digits()
+        return _load_digits(split)
     if name == "mnist":
         return _load_mnist(data_root)
     if name == "fashion":
@@ -177,9 +183,9 @@ def _load_fashion(data_root: str | Path | None) -> Images:
     return replace(_split(x, y), x_ood=_idx("mnist-x_test", data_root))
 
 
-def _split(x: Tensor, y: Tensor) -> Images:
+def _split(x: Tensor, y: Tensor, seed: int = 0) -> Images:
     """Ten classes of grey images without a split of their own: a random fifth is for testing."""
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     test, train = order[: len(x) // 5], order[len(x) // 5 :]
     mean, std = float(x[train].mean()), float(x[train].std())
     return Images(x[train], y[train], x[test], y[test], None, 10, (mean,), (std,))
@@ -239,11 +245,11 @@ def _cifar_archive(name: str, root: str | Path | None) -> dict[str, Tensor]:
     return parts
 
 
-def _load_digits() -> Images:
+def _load_digits(split: int) -> Images:
     """Digits of scikit-learn, 8 x 8. Inverted test images are the others."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     x = torch.from_numpy(data.images).float().unsqueeze(1) / 16
-    images = _split(x, torch.from_numpy(data.target).long())
+    images = _split(x, torch.from_numpy(data.target).long(), split)
     return replace(images, x_ood=1 - images.x_test)

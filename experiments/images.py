@@ -185,7 +185,7 @@ def build(job: Job, images: Images) -> Baseline:
 
 def load_job_images(job: Job, data_root: str | None = None) -> Images:
     """The images that a job trains and tests on."""
-    images = load_images(job.dataset, data_root, job.settings["full"])
+    images = load_images(job.dataset, data_root, job.settings["full"], split=job.seed)
     if job.settings["held_out"]:
         images = images.hold_out(min(_NUM_HELD_OUT, len(images.x_train) // 5))
     max_rows = job.settings["max_rows"]

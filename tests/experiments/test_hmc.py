@@ -12,9 +12,9 @@ from tests.experiments.command import invoke
 def test_hmc_runs_end_to_end(problem, tmp_path):
     output = invoke(hmc.main, "--quick", "--problem", problem, "--out", tmp_path)
     (content,) = read_runs(tmp_path)
-    expected = {*guides.names(), "NUTS"} - {"natural"} | (
-        {"exact"} if problem != "digits" else set()
-    )
+    natural = {f"natural, {family}" for family in ("joint", "shared", "diagonal")}
+    expected = {*guides.names(), *natural, "NUTS"} - {"natural"}
+    expected |= {"exact"} if problem != "digits" else set()
     assert {row["posterior"] for row in content["rows"]} == expected
     assert (content["log_evidence"] is None) == (problem == "digits")
     assert (tmp_path / "figures" / f"{problem}-weights.png").stat().st_size > 0
