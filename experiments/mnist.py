@@ -6,14 +6,14 @@
 
 The recipe is the paper's: a CNN with 128 features, P = 16 units, M = 63 inducing points on [-1, 1],
 Adadelta with rate 1 that falls by 0.7 each epoch, weight decay 1e-4, 20 epochs. `digits` is a small
-set that needs no file, with another random split for each seed, `fashion` has 8,000 images for the same CNN and Adam. Two things are ours on
-MNIST: the start of DAK's units (`DAK_OPTIONS`), and Adam for the variational last layers
-(`LAST_LAYER`). The KL moves the scales of q by gradients of order 1 / N, whose squares are far
-below the eps of Adadelta, so that they would hardly move. `dak_features` is ours as well: it has a
-unit for each feature instead of an embedding. `dak_natural` has a joint posterior that is trained
-by natural gradients, and starts at the prior; `nn_bn` is the network with batch normalisation of
-its features, the fair opponent. A run that is recorded already is not made again, and
-one that was stopped goes on.
+set that needs no file, with another random split for each seed; `fashion` has 8,000 images for the
+same CNN and Adam. Two things are ours on MNIST: the start of DAK's units (`DAK_OPTIONS`), and Adam
+for the variational last layers (`LAST_LAYER`). The KL moves the scales of q by gradients of order
+1 / N, whose squares are far below the eps of Adadelta, so that they would hardly move.
+`dak_features` is ours as well: it has a unit for each feature instead of an embedding. So is
+`dak_natural`, whose joint posterior starts at the prior and is trained by natural gradients.
+`nn_bn` is the network with batch normalisation of its features, the fair opponent. A run that is
+recorded already is not made again, and one that was stopped goes on.
 """
 
 from dataclasses import replace
