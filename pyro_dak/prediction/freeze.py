@@ -74,7 +74,7 @@ def freeze_with_features(
     compile: bool = False,
     with_features: bool = True,
 ) -> Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]:
-    """q(f), and with `with_features` the features of the network `(N, D_w)`, from one pass.
+    """q(f), and with `with_features` what `model.features` returns, from one pass.
 
     The other arguments are those of `freeze`. The network runs once for each row, unless the class
     of the model is not `DAK` itself, whose unit inputs may come from anywhere.
@@ -84,18 +84,21 @@ def freeze_with_features(
     mixed = is_mixed(model.layer.log_unit_scale)
     # Without rows, no layer of the network is folded into the map to the units.
     network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
-    extractor = model.feature_extractor if with_features else None
+    features_fn = embed_fn = None
+    if with_features and units is None:
+        features_fn, embed_fn = model.features, model.embed if are_plain((model, DAK)) else None
     if sites is None:
         moments = partial(guide.moments, model.layer) if mixed else _frozen_moments(model, guide)
     else:
         moments = partial(_moments_of_draws, model, sites)
     residual = model.residual_variance if residual_variance else None
+    steps = (network, units, moments, residual, with_features, features_fn, embed_fn)
     if not compile:
-        return lambda x: _moments_at(x, network, units, moments, residual, extractor)
+        return lambda x: _moments_at(x, *steps)
     if model not in _COMPILED:
         _COMPILED[model] = Compiled(_moments_at, dynamic=True)
     compiled = _COMPILED[model]
-    return lambda x: compiled(x, network, units, moments, residual, extractor)
+    return lambda x: compiled(x, *steps)
 
 
 @torch.no_grad()
@@ -105,12 +108,18 @@ def _moments_at(
     units: Callable[[Tensor], Tensor] | None,
     moments: Callable[[Tensor], FunctionMoments],
     residual: Callable[[Tensor], Tensor] | None,
-    extractor: Callable[[Tensor], Tensor] | None,
+    with_features: bool,
+    features_fn: Callable[[Tensor], Tensor] | None,
+    embed_fn: Callable[[Tensor], Tensor] | None,
 ) -> tuple[FunctionMoments, Tensor | None]:
-    """q(f), and the features if the extractor is given; they are what `units` starts from."""
-    h, features = network(x), None
-    if extractor is not None:
-        features = extractor(x) if units is None else h
+    """q(f), and the features if they are asked for: those that `units` or `embed_fn` starts from.
+
+    If neither is known, they are computed beside the network.
+    """
+    features = None if features_fn is None else features_fn(x)
+    h = network(x) if features is None or embed_fn is None else embed_fn(features)
+    if with_features and features is None:
+        features = h
     with own_precision(h):  # mixed precision is for the network
         if units is not None:
             h = units(h)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from pyro_dak.additive.gaussian import sample_marginals
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
@@ -38,8 +39,8 @@ from pyro_dak.model.inputs import check_inputs, check_network
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
-from pyro_dak.prediction.predict import predict
-from pyro_dak.prediction.results import ClassPrediction, NoveltyScores
+from pyro_dak.prediction.predict import frozen_functions
+from pyro_dak.prediction.results import NoveltyScores
 
 __all__ = [
     "MAX_NUMBERS",
@@ -348,17 +349,19 @@ def features_of(
 ) -> tuple[Tensor, Tensor]:
     """The features of the rows in these batches, `(N, D_w)`, and the inputs of the first of them.
 
-    There are at most 2^27 numbers of features, and further batches are not looked at.
+    They are what `model.features` returns: with input units the inputs are among them. There are
+    at most 2^27 numbers of them, and further batches are not looked at.
     """
     like = model.layer.log_unit_scale
-    num_left, num_rows_left = MAX_NUMBERS // model.feature_dim, MAX_REFERENCE_ROWS
+    width = model.feature_dim + model.num_input_units
+    num_left, num_rows_left = MAX_NUMBERS // width, MAX_REFERENCE_ROWS
     features, rows = [], []
     bar = tqdm(batches, "novelty", delay=2, leave=False, disable=not progress)
     with bar, evaluating(model), known_sites(model, for_y=False):
         for batch in bar:
             x = batch[:num_left].to(like)
             num_rows_left = min(num_rows_left, MAX_NUMBERS // x[0].numel())
-            features.append(model.feature_extractor(x))
+            features.append(model.features(x))
             rows.append(x[:num_rows_left].clone())
             num_left -= len(x)
             num_rows_left -= len(rows[-1])
@@ -382,16 +385,21 @@ def novelty_of_features(
     else:
         rows = rows[:MAX_REFERENCE_ROWS]
         scores = leverage.without_itself(features[: len(rows)])
-    entropy = None
-    if isinstance(model.likelihood, CategoricalLikelihood):
-        number, model.calibration = model.calibration, None  # which may change later
-        try:
-            prediction = predict(
-                model, guide, rows, seed=0, chunk_size=_CHUNK, novelty=False, progress=False
-            )
-        finally:
-            model.calibration = number
-        assert isinstance(prediction, ClassPrediction)
-        entropy = prediction.entropy
+    has_classes = isinstance(model.likelihood, CategoricalLikelihood)
+    entropy = _entropies(model, guide, rows) if has_classes else None
     like = model.layer.log_unit_scale
     return Novelty.of(leverage, Tails.of(scores, entropy)).to(like.device, like.dtype)
+
+
+def _entropies(model: DAK, guide: nn.Module, rows: Tensor, num_samples: int = 100) -> Tensor:
+    """The entropies of the probabilities that `predict` gives to rows, without calibration."""
+    likelihood: Any = model.likelihood
+    options: dict[str, Any] = {"num_samples": num_samples, "residual_variance": False, "seed": 0}
+    entropies = []
+    with frozen_functions(model, guide, rows, **options) as moments_at:
+        for chunk in rows.split(_CHUNK):
+            q, _ = moments_at(chunk)
+            draws = sample_marginals(q, num_samples, torch.Generator(chunk.device).manual_seed(0))
+            log_probs, _ = likelihood.class_probabilities(q, draws)
+            entropies.append(torch.special.entr(log_probs.exp()).sum(-1))
+    return torch.cat(entropies)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -89,8 +88,8 @@ def predict(
     if number is not None:
         likelihood, own = (rescaled_likelihood(part, number) for part in (likelihood, own))
     parts: list[list[Tensor]] = []
-    has_novelty = novelty and model.novelty is not None
-    leverages: list[Tensor] = []
+    has_novelty = bool(novelty) and model.novelty is not None
+    strange: list[list[Tensor]] = []
     options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "compile": compile}
     with frozen_functions(
         model,
@@ -101,42 +100,39 @@ def predict(
         **options,
     ) as moments_at:
         for chunk in with_bar(x.split(int(chunk_size)), progress):
-            q, features = moments_at(chunk.to(device))
-            if features is not None:
-                leverages.append(model.novelty.leverage(features).to(x.device))
-            if number is not None:
-                q = rescaled_moments(own, q, number)
+            as_trained, features = moments_at(chunk.to(device))
+            q = as_trained if number is None else rescaled_moments(own, as_trained, number)
             if has_classes:
                 draws = None
                 if needs_draws:
                     generator = torch.Generator(device).manual_seed(seed)
                     draws = sample_marginals(q, num_samples, generator)
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
-                if has_novelty and number is not None:  # what is usual is known without calibration
-                    raw = None if draws is None else draws * number
-                    log_probs, _ = own.class_probabilities(
-                        rescaled_moments(own, q, 1 / number), raw
-                    )
-                    results += (torch.special.entr(log_probs.exp()).sum(-1),)
             else:
                 q = compact(q)
                 results = (*own.predictive_moments(q), *q[:2])
                 results += () if q.root is None else (q.root.movedim(0, -2),)
             parts.append([part.to(x.device) for part in results])
+            if features is not None:
+                scores = [model.novelty.leverage(features)]
+                if has_classes:  # a temperature is not to change what is strange
+                    log_probs = results[0]
+                    if number is not None:
+                        draws = None if draws is None else draws * number
+                        log_probs = own.class_probabilities(as_trained, draws)[0]
+                    scores.append(torch.special.entr(log_probs.exp()).sum(-1))
+                strange.append([score.to(x.device) for score in scores])
         joined = [torch.cat(part) for part in zip(*parts, strict=True)]
         model.input_shape = model.input_shape or tuple(x.shape[1:])
         check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
+    found = None
+    if has_novelty:
+        found = model.novelty.tails.scores(*map(torch.cat, zip(*strange, strict=True)))
     if has_classes:
-        classes = ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:4]))
-        if not has_novelty:
-            return classes
-        entropy = classes.entropy if number is None else joined[4]
-        scores = model.novelty.tails.scores(torch.cat(leverages), entropy)
-        return replace(classes, novelty_scores=scores)
+        return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]), found)
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
-    scores = model.novelty.tails.scores(torch.cat(leverages)) if has_novelty else None
-    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, scores)
+    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
 
 
 @contextmanager
@@ -153,8 +149,8 @@ def frozen_functions(
 ) -> Iterator[Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]]:
     """A context with q(f) as a function of rows of x, as they are without calibration.
 
-    With q(f) come the features of the network, if they are asked for. Guides without a closed form
-    are known by `num_samples` draws from `seed`.
+    With `with_features`, what `model.features` returns comes with it, else None. Guides without a
+    closed form are known by `num_samples` draws from `seed`.
     """
     sites, device = None, model.layer.log_unit_scale.device
     if not getattr(guide, "has_closed_form", False):

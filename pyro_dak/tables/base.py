@@ -424,10 +424,9 @@ class TableEstimator(Parameters, BaseEstimator):
         ):
             x = self._standardized(X[rows], limit=1e100)
             with torch.no_grad():
-                inputs = torch.from_numpy(x).to(device)
-                features = ensemble.features(inputs)
+                features = ensemble.features(torch.from_numpy(x).to(device))
                 leverages = [] if learned is None else [learned.leverage(features)]
-                yield ensemble, ensemble.moments_from(features, inputs), leverages
+                yield ensemble, ensemble.moments_from(features), leverages
 
 
 def scales(

@@ -183,7 +183,7 @@ class Ensemble(Stack):
         return members
 
     def features(self, x: Tensor) -> Tensor:
-        """The features of every member's network, `(E, D_w, N)`.
+        """The features of every member's network, `(E, D_w, N)`, and x below if it has input units.
 
         x is `(N, D)`, or `(E, N, D)` with rows of its own for each member.
         """
@@ -192,18 +192,21 @@ class Ensemble(Stack):
             weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
             h = torch.baddbmm(bias.unsqueeze(-1), weight, h)
             h = h.relu_() if has_relu else h
-        return h
+        if self.model.num_input_units == 0:
+            return h
+        return torch.cat([h, x.mT.expand(len(self), -1, -1)], 1)  # (E, D_w + D, N)
 
-    def unit_inputs(self, features: Tensor, x: Tensor, training: bool = False) -> Tensor:
+    def unit_inputs(self, features: Tensor, training: bool = False) -> Tensor:
         """h of every member, `(E, P, N)`, in the coordinates of the grid.
 
         In training the units are standardised by the batch, as in `Scaling`, and the statistics of
         the batch enter the running ones.
         """
         tensors = self.tensors
-        h = tensors["model.embedding.weight"] @ features  # (E, P, N)
-        if self.model.num_input_units > 0:
-            h = torch.cat([h, x.mT.expand(len(self), -1, -1)], 1)
+        D_w, D = self.model.feature_dim, self.model.num_input_units
+        h = tensors["model.embedding.weight"] @ features[:, :D_w]  # (E, P, N)
+        if D > 0:
+            h = torch.cat([h, features[:, D_w:]], 1)
         scaling = self.model.scaling
         running = tensors["model.scaling.first"], tensors["model.scaling.second"]  # (E, P) each
         statistics = running
@@ -217,15 +220,15 @@ class Ensemble(Stack):
 
     def moments(self, x: Tensor, training: bool = False) -> FunctionMoments:
         """q(f) of every member at x `(N, D)` or `(E, N, D)`: mean and variance `(E, N, F)`."""
-        return self.moments_from(self.features(x), x, training)
+        return self.moments_from(self.features(x), training)
 
-    def moments_from(self, features: Tensor, x: Tensor, training: bool = False) -> FunctionMoments:
-        """q(f) of every member from its features `(E, D_w, N)` at x: mean and variance `(E, N, F)`.
+    def moments_from(self, features: Tensor, training: bool = False) -> FunctionMoments:
+        """q(f) of every member from its features: mean and variance `(E, N, F)`.
 
         If there are input units, then except in training the variance has what the grid loses in
         it, which is what these units are for: far from the data their prior variance comes back.
         """
-        h = self.unit_inputs(features, x, training)
+        h = self.unit_inputs(features, training)
         sigma = self.tensors["model.layer.log_unit_scale"].exp().unsqueeze(-1)  # (E, P, 1)
         loc = self.tensors["guide.z_loc"].transpose(0, 1) * sigma  # (F, E, P, M)
         scale = self.tensors["guide.z_log_scale"].exp().transpose(0, 1) * sigma

@@ -78,11 +78,10 @@ def reference_of(
         return None
     number = -(-MAX_REFERENCE_ROWS // len(held_out))
     chosen = torch.randperm(held_out.shape[1], generator=_generator())[:number]
-    rows = x[held_out[:, chosen.to(held_out.device)]]  # (E, n, D)
-    features = ensemble.features(rows)  # (E, D_w, n)
+    features = ensemble.features(x[held_out[:, chosen.to(held_out.device)]])  # (E, D_w, n)
     members = [member for member, _ in _leverages(ensemble, x, held_out)]
     scores = torch.cat([member(own.mT) for member, own in zip(members, features, strict=True)])
-    entropies = entropy_fn(ensemble.moments_from(features, rows))
+    entropies = entropy_fn(ensemble.moments_from(features))
     return Reference(scores, None if entropies is None else entropies[0].flatten(), members)
 
 
@@ -138,7 +137,8 @@ def _leverages(ensemble: Ensemble, x: Tensor, held_out: Tensor) -> list[tuple[Le
 
 def _some_rows(ensemble: Ensemble, x: Tensor) -> Tensor:
     """The numbers of all rows, or of some of many, in an order that is always the same."""
-    number = min(_MAX_ROWS, MAX_NUMBERS // (len(ensemble) * ensemble.model.feature_dim))
+    width = ensemble.model.feature_dim + ensemble.model.num_input_units
+    number = min(_MAX_ROWS, MAX_NUMBERS // (len(ensemble) * width))
     return torch.randperm(len(x), generator=_generator())[:number].to(x.device)
 
 

@@ -137,7 +137,8 @@ def _novelty(ensemble: Ensemble, tensors: dict[str, torch.Tensor]) -> EnsembleNo
     if not stored:
         return None
     has_classes = isinstance(ensemble.model.likelihood, CategoricalLikelihood)
-    sizes = (len(ensemble), ensemble.model.feature_dim, len(stored["tails.leverage"]))
+    width = ensemble.model.feature_dim + ensemble.model.num_input_units
+    sizes = (len(ensemble), width, len(stored["tails.leverage"]))
     if sizes[-1] == 0:
         raise ValueError("there are no rows to compare others with.")
     with torch.device("meta"):  # where nothing is allocated that the file does not have

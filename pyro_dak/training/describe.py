@@ -216,7 +216,7 @@ def _novelty(description: Description, model: DAK) -> Novelty | None:
         return None
     check_integer("novelty", num_rows, minimum=1, maximum=2**32)
     has_classes = isinstance(model.likelihood, likelihoods.CategoricalLikelihood)
-    return Novelty(model.feature_dim, num_rows, has_classes)
+    return Novelty(model.feature_dim + model.num_input_units, num_rows, has_classes)
 
 
 def _input_shape(description: Description) -> tuple[int, ...] | None:

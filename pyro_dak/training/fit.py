@@ -222,12 +222,11 @@ def fit(
             with explaining(model, guide=guide):
                 check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
         score_fn = None if held_out is None else partial(loss.score, *held_out, fabric)
-        model.calibration = None  # it belonged to the weights from before
+        model.calibration = model.novelty = None  # they belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)
         model.scaling.is_synchronized = fabric.world_size > 1
-        model.novelty = None  # that of another network
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
             if final_pass is None:
@@ -255,8 +254,7 @@ def _learn_novelty(
     """
     try:
         if plan.fixed_features and isinstance(batches, ResidentData):
-            features = batches.x[:, : model.feature_dim]  # inputs may be beside them
-            rows = first.to(batches.x.device)
+            features, rows = batches.x, first.to(batches.x.device)
         elif isinstance(batches, ResidentData):
             features, rows = features_of(model, in_random_order(batches.x), progress)
         else:

@@ -204,17 +204,52 @@ def test_novelty_changes_nothing_else():
         assert_close((after.mean, after.variance), (before.mean, before.variance))
 
 
-@pytest.mark.parametrize("has_units", [True, False], ids=["plain", "of its own class"])
-def test_the_network_runs_once_for_each_row(has_units):
-    model, guide = make()
+class OwnDAK(DAK):
+    """A class of its own, which may compute its units as it likes."""
+
+
+@pytest.mark.parametrize(("kind", "options", "number"), [
+    (DAK, {}, 20), (DAK, {"embedding": False, "num_units": 6}, 20), (DAK, {"input_units": 4}, 20),
+    (OwnDAK, {}, 40),
+])  # fmt: skip
+def test_the_network_runs_once_for_each_row(kind, options, number):
+    torch.manual_seed(0)
+    model = kind(nn.Sequential(nn.Linear(4, 6)), 6, **({"num_units": 3} | options)).eval()
+    guide = MeanFieldGuide(model)
     learn_novelty(model, guide, torch.randn(300, 4))
     calls = []
     model.feature_extractor.register_forward_hook(lambda *args: calls.append(len(args[2])))
-    if not has_units:
-        model.embedding.register_forward_hook(lambda *args: None)
-    found = predict(model, guide, torch.ones(20, 4)).novelty
-    assert sum(calls) == (20 if has_units else 40)
-    assert_close(found, found[:1].expand(20))
+    p = predict(model, guide, torch.ones(20, 4))
+    assert sum(calls) == number
+    assert_close(p.novelty, p.novelty[:1].expand(20))
+    assert_close(p.mean, predict(model, guide, torch.ones(20, 4), novelty=False).mean)
+
+
+def test_input_units_are_features_too(tmp_path):
+    """The network does not see the second input, whose strange values only its unit tells."""
+    network = nn.Linear(2, 3)
+    with torch.no_grad():
+        network.weight[:, 1] = 0
+    model = DAK(network, 3, num_units=2, level=2, input_units=True).eval()
+    guide, x = MeanFieldGuide(model), torch.randn(300, 2)
+    learn_novelty(model, guide, x)
+    x[:, 1] += 20
+    assert predict(model, guide, x).novelty.max() < 0.01
+    loaded = load(save(model, guide, tmp_path / "model"))
+    assert torch.equal(predict(*loaded, x).strangeness(), predict(model, guide, x).strangeness())
+
+
+def test_a_temperature_does_not_change_what_is_strange():
+    model, guide = make(3, has_classes=True)
+    x = torch.randn(300, 4)
+    learn_novelty(model, guide, x)
+    before = predict(model, guide, x)
+    model.calibration = torch.tensor(2.5)
+    after = predict(model, guide, x)
+    assert (after.entropy > before.entropy).all()
+    assert_close(after.strangeness("entropy"), before.strangeness("entropy"))
+    learn_novelty(model, guide, x)
+    assert_close(predict(model, guide, x).novelty, before.novelty)
 
 
 def test_threads_share_a_model():
@@ -389,6 +424,14 @@ def test_fit_of_a_network_that_samples_learns_no_novelty():
     assert model.novelty is None
 
 
+def test_a_fitted_model_can_be_trained_again_from_a_checkpoint(tmp_path):
+    model, guide = make()
+    small_fit(model, guide, rows_with_targets(), checkpoint_dir=tmp_path)
+    learned = model.novelty.state_dict()
+    small_fit(model, guide, rows_with_targets(), resume_from=tmp_path)
+    assert_close(model.novelty.state_dict(), learned)
+
+
 def test_an_interrupted_fit_learns_no_novelty():
     model, guide = make()
     small_fit(model, guide, rows_with_targets())
@@ -399,16 +442,3 @@ def test_an_interrupted_fit_learns_no_novelty():
     with pytest.raises(KeyboardInterrupt):
         small_fit(model, guide, rows_with_targets(), callbacks=[stop])
     assert model.novelty is None
-
-
-def test_a_calibration_of_classes_leaves_novelty_as_it_is():
-    model, guide = make(3, has_classes=True)
-    x = torch.randn(300, 4)
-    learn_novelty(model, guide, x, progress=False)
-    before = predict(model, guide, x[:20])
-    model.calibration = torch.tensor(2.5)
-    after = predict(model, guide, x[:20])
-    assert (after.entropy - before.entropy).abs().min() > 0
-    assert_close(after.strangeness(), before.strangeness())
-    learn_novelty(model, guide, x, progress=False)
-    assert_close(predict(model, guide, x[:20]).strangeness(), before.strangeness())

@@ -100,9 +100,10 @@ def test_novelty_does_not_depend_on_the_rows_beside():
     np.testing.assert_allclose(estimator.predict_dist(X).strangeness(), alone, rtol=1e-9)
 
 
+@pytest.mark.parametrize("input_units", [False, True])
 @pytest.mark.parametrize("kind", [DAKRegressor, DAKClassifier])
-def test_a_loaded_estimator_has_the_same_novelty(tmp_path, kind):
-    estimator = fitted(kind, ensemble_size=2)
+def test_a_loaded_estimator_has_the_same_novelty(tmp_path, kind, input_units):
+    estimator = fitted(kind, ensemble_size=2, input_units=input_units)
     X, _ = make_rows(30, seed=1)
     loaded = kind.load(estimator.save(tmp_path / "model"))
     found = [e.predict_dist(X).strangeness() for e in (estimator, loaded)]
