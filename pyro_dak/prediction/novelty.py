@@ -41,6 +41,7 @@ from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction.predict import frozen_functions
 from pyro_dak.prediction.results import NoveltyScores
+from pyro_dak.validation import check_finite
 
 __all__ = [
     "MAX_NUMBERS",
@@ -399,6 +400,7 @@ def _entropies(model: DAK, guide: nn.Module, rows: Tensor, num_samples: int = 10
     with frozen_functions(model, guide, rows, **options) as moments_at:
         for chunk in rows.split(_CHUNK):
             q, _ = moments_at(chunk)
+            check_finite("mean and variance of f", q.mean + q.var)
             draws = sample_marginals(q, num_samples, torch.Generator(chunk.device).manual_seed(0))
             log_probs, _ = likelihood.class_probabilities(q, draws)
             entropies.append(torch.special.entr(log_probs.exp()).sum(-1))
