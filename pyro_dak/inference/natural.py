@@ -28,7 +28,16 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_kind, check_positive, check_tensor
 
-__all__ = ["NaturalVI", "Rates", "learn", "learn_noise", "rates", "terms_and_sums"]
+__all__ = [
+    "NaturalVI",
+    "Rates",
+    "divergence",
+    "expected_and_sums",
+    "learn",
+    "learn_noise",
+    "rates",
+    "terms_and_sums",
+]
 
 # The statistics of pass p count about p^(_POWER - 1).
 _POWER = 5.0
@@ -79,26 +88,50 @@ def terms_and_sums(
 
     q is held fixed in the gradient of the terms.
     """
-    likelihood = model.likelihood
+    weights = guide.fixed_weights(model.layer.log_unit_scale.dtype)
+    expected, sums = expected_and_sums(objective, model, guide, h, y, *weights)
+    scale = 1.0 if num_data is None else num_data / len(y)
+    return ELBOTerms(expected * scale, divergence(model, guide)), sums
+
+
+def divergence(model: DAK, guide: NaturalGuide) -> Tensor:
+    """KL(q || prior), a scalar."""
+    priors = normal_priors(model, guide.weight_sites)
+    assert priors is not None  # the guide has refused all others
+    return guide.kl_normal(priors)
+
+
+def expected_and_sums(
+    objective: AnalyticELBO,
+    model: DAK,
+    guide: NaturalGuide,
+    h: Tensor,
+    y: Tensor,
+    *weights: Tensor,
+) -> tuple[Tensor, RowSums]:
+    """E_q log p(y | f), summed over the rows of a batch, and what the batch says about q.
+
+    `weights` are the `fixed_weights` of the guide. With them this is a function of tensors alone,
+    unless weights are independent, and can be compiled.
+    """
+    likelihood, layer = model.likelihood, model.layer
     y = likelihood.check_targets(y, model.num_outputs)
     if len(y) != len(h):
         raise ValueError(f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}.")
     with own_precision(h):
-        h = h.to(model.layer.log_unit_scale.dtype)
-        q, design = guide.moments_and_design(model.layer, h)
-        rows = objective.expected_log_prob(likelihood, y, q)
-        expected = rows.sum() * (1.0 if num_data is None else num_data / len(y))
-        priors = normal_priors(model, guide.weight_sites)
-        assert priors is not None  # the guide has refused all others
-        terms = ELBOTerms(expected, guide.kl_normal(priors))
+        h = h.to(layer.log_unit_scale.dtype)
+        if weights:
+            q, design = layer.joint_moments(h, *weights)
+        else:
+            q, design = guide.own_moments(layer, h), None
+        expected = objective.expected_log_prob(likelihood, y, q).sum()
         with torch.no_grad():
             q = FunctionMoments(q.mean.detach(), q.var.detach(), q.root)
             derivatives = likelihood.expected_derivatives(y, q)
-            layer, coupling = model.layer, likelihood.coupling
-            sums = guide.row_sums(layer, h.detach(), derivatives, coupling, design)
+            sums = guide.row_sums(layer, h.detach(), derivatives, likelihood.coupling, design)
             if likelihood.closed_noise is not None:
                 sums = sums._replace(squares=likelihood.expected_squares(y, q))
-    return terms, sums
+    return expected, sums
 
 
 @torch.no_grad()

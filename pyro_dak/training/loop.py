@@ -141,6 +141,7 @@ class DAKLoss(nn.Module, Learner):
     """
 
     num_terms = 3
+    compiled_method = "forward"
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class DAKLoss(nn.Module, Learner):
         self.objective = type(objective).__name__
         if compile:
             model.layer.activation.prepare(model.layer.log_unit_scale)
-            self.forward = Compiled(self.forward)  # type: ignore[method-assign, assignment]
+            setattr(self, self.compiled_method, Compiled(getattr(self, self.compiled_method)))
 
     def forward(  # type: ignore[override]
         self, x: Tensor, y: Tensor, scale: float, num_data: int

@@ -5,6 +5,7 @@ takes a natural-gradient step (`inference.natural`) by what the batch says about
 gathered before, at the weights that the gradient is of.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
+from pyro_dak.additive.scaling import NoScaling
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import learn, learn_noise, terms_and_sums
+from pyro_dak.inference.natural import divergence, expected_and_sums, learn, learn_noise
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
@@ -23,6 +25,9 @@ from pyro_dak.training.loop import DAKLoss, seeded
 from pyro_dak.validation import check_real
 
 __all__ = ["NaturalLoss", "build_learner"]
+
+# Of the unit inputs that are kept to find their statistics.
+_MAX_NUMBERS = 2**27
 
 
 class NaturalLoss(DAKLoss):
@@ -34,30 +39,50 @@ class NaturalLoss(DAKLoss):
     """
 
     passes: float | None = None
+    compiled_method = "batch_terms"
 
-    def __init__(self, model: DAK, guide: NaturalGuide, objective: ELBO, *options: Any):
+    def __init__(
+        self,
+        model: DAK,
+        guide: NaturalGuide,
+        objective: ELBO,
+        from_features: bool = False,
+        compile: bool = False,
+    ):
         if not isinstance(objective, AnalyticELBO):
             raise NotImplementedError(
                 f"A NaturalGuide learns from the exact q(f), which {type(objective).__name__} does "
                 'not look at. Use objective="auto", "closed_form", "local" or "jensen", or another '
                 "guide."
             )
-        super().__init__(model, guide, objective, *options)
+        if compile and guide.covariance == "diagonal":
+            warnings.warn(
+                'compile=True is for covariance="joint" and "shared"; going on without it.',
+                stacklevel=2,
+            )
+            compile = False
+        super().__init__(model, guide, objective, from_features, compile)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor, RowSums]:
         """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
-        model: DAK = self.model
         guide: Any = self.guide
-        weight = scale * len(y) / num_data
-        h = model.embed(x) if self.from_features else model.unit_inputs(x)
-        objective: Any = self.elbo
-        terms, sums = terms_and_sums(objective, model, guide, h, y, num_data)
-        loss = terms.kl - terms.expected_log_lik
+        weights = guide.fixed_weights(self.model.layer.log_unit_scale.dtype)
+        expected, sums = self.batch_terms(x, y, *weights)
+        kl, weight = divergence(self.model, guide), scale * len(y) / num_data
+        expected = expected * (num_data / len(y))
+        loss = kl - expected
         with torch.no_grad():
-            means = torch.stack([loss, *terms]).mul_(weight / num_data)
+            means = torch.stack([loss, expected, kl]).mul_(weight / num_data)
         return loss * (weight / num_data), means, sums
+
+    def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, RowSums]:
+        """`expected_and_sums` of a batch; all that depends on x, which can be compiled."""
+        h = self._unit_inputs(x)
+        elbo: Any = self.elbo
+        guide: Any = self.guide
+        return expected_and_sums(elbo, self.model, guide, h, y, *weights)
 
     def after_step(self, seen: RowSums, num_rows: int, num_data: int, fabric: Any) -> None:
         """Move q by the batch; every process adds up the sums of all and takes the same step."""
@@ -90,11 +115,15 @@ class NaturalLoss(DAKLoss):
 
         During training q is an average over features of several epochs, in training mode. Here it
         takes a natural-gradient step of length 1 from there, which is the posterior of the final
-        features for Gaussian noise, and close to it for other likelihoods. A noise in closed form
-        is renewed before, from a pass of its own.
+        features for Gaussian noise, and close to it for other likelihoods. Before that, the
+        statistics of the scaling become those of all rows, and a noise in closed form is renewed,
+        each from a pass of its own. The running statistics lag behind: the mean of a feature is
+        free to drift, since batches are centred, and an optimiser like Adam makes steps out of the
+        rounding of its gradient.
         """
         likelihood, guide = self.model.likelihood, self.guide
         assert isinstance(guide, NaturalGuide)
+        self._renew_scaling(data, fabric, seed)
         if likelihood.closed_noise is not None:
             sums, num_rows = self._sums_over(data, fabric, seed)
             learn_noise(likelihood, sums, num_rows, 1.0)
@@ -102,19 +131,45 @@ class NaturalLoss(DAKLoss):
         gain = data.num_rows / num_rows
         guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=likelihood.coupling)
 
+    def _renew_scaling(self, data: Data, fabric: Any, seed: int) -> None:
+        """Set the statistics of the scaling to those of all rows, or of the first 2^27 numbers."""
+        scaling, seen = self.model.scaling, list[Tensor]()
+        if isinstance(scaling, NoScaling):
+            return
+        num_left = _MAX_NUMBERS // scaling.num_units
+        hook = scaling.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        dtype = self.model.layer.log_unit_scale.dtype
+        try:
+            with evaluating(self.model), rewound(data.generators):
+                for x, _, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
+                    if num_left > 0:
+                        self._unit_inputs(x.to(dtype))
+                        num_left -= len(x)
+        finally:
+            hook.remove()
+        with torch.no_grad():
+            first, second = scaling.batch_statistics(torch.cat(seen).to(scaling.first.dtype))
+            scaling.first.copy_(first)
+            scaling.second.copy_(second)
+
+    def _unit_inputs(self, x: Tensor) -> Tensor:
+        return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
+
     def _sums_over(self, data: Data, fabric: Any, seed: int) -> tuple[RowSums, float]:
         """What all rows of all processes say about q, in eval mode, and how many they are."""
-        forward: Any = NaturalLoss.forward  # not a compiled one
         dtype = self.model.layer.log_unit_scale.dtype
+        guide: Any = self.guide
         sums, num_rows = None, 0
         with (
             evaluating(self),
             seeded(seed + fabric.global_rank, fabric.device),
             rewound(data.generators),
         ):
-            for x, y, scale in data.epoch(torch.Generator().manual_seed(seed), 0):
+            for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
                 y = y.to(dtype) if y.is_floating_point() else y
-                own = forward(self, x.to(dtype), y, scale, data.num_rows)[2]
+                # The class's own: a compiled one would be compiled once more, for eval mode.
+                weights = guide.fixed_weights(dtype)
+                _, own = NaturalLoss.batch_terms(self, x.to(dtype), y, *weights)
                 sums = own if sums is None else sums.plus(own)
                 num_rows += len(y)
         assert sums is not None

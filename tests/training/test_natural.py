@@ -26,6 +26,7 @@ from pyro_dak import (
 from pyro_dak.inference.natural import learn_noise, terms_and_sums
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
+from tests import scenarios
 from tests.training.runs import assert_same, make_data, train
 
 COVARIANCES = ("joint", "shared", "diagonal")
@@ -218,3 +219,47 @@ def test_early_stopping_goes_back_to_the_best_q():
     history = train(model, guide, (x[:60], y[:60]), epochs=20, **data)
     assert history.status == "stopped early"
     assert_exact(model, guide, x[:60], y[:60])
+
+
+def test_the_final_pass_scales_by_the_statistics_of_all_rows():
+    model, guide = make_model(likelihood=fixed_noise())
+    train(model, guide, epochs=1)
+    x, _ = make_data()
+    raw = model.embedding(model.feature_extractor(x))
+    assert_close(model.scaling.first, raw.mean(0))
+    assert_close(model.scaling.second, raw.var(0, correction=0))
+
+
+COMPILED = """
+import functools, torch
+from torch.testing import assert_close
+from pyro_dak.training.checkpoint import module_tensors
+from tests import scenarios
+from tests.training.runs import train
+from tests.training.test_natural import make_model
+
+torch.set_default_dtype(torch.float64)
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+for covariance in ("joint", "shared"):
+    results = []
+    for compile in (False, True):
+        model, guide = make_model(covariance)
+        train(model, guide, compile=compile)
+        results.append(module_tensors(model, guide))
+    for name, tensor in results[0].items():
+        if "feature_extractor.2.bias" not in name:  # of which batches are free
+            assert_close(results[1][name], tensor, atol=1e-5, rtol=1e-5, msg=name)
+assert not torch._dynamo.utils.counters["graph_break"]
+"""
+
+
+@pytest.mark.slow
+@scenarios.compiles_training
+def test_a_compiled_step_is_the_same_step():
+    # In a process of its own: the compiler cannot look through the shape checks of the tests.
+    scenarios.run_alone(COMPILED)
+
+
+def test_independent_weights_are_not_compiled():
+    with pytest.warns(UserWarning, match='compile=True is for covariance="joint" and "shared"'):
+        train(*make_model("diagonal"), epochs=1, compile=True)

@@ -242,18 +242,18 @@ class NaturalGuide(TrilGuide):
         self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
     ) -> tuple[FunctionMoments, Tensor]:
         """`own_moments`, which are all that a bound needs, and `kl_normal`."""
-        return self.moments_and_design(layer, h)[0], self.kl_normal(priors)
+        weights = self.fixed_weights(h.dtype)
+        own = layer.joint_moments(h, *weights)[0] if weights else self.own_moments(layer, h)
+        return own, self.kl_normal(priors)
 
-    def moments_and_design(
-        self, layer: AdditiveLayer, h: Tensor
-    ) -> tuple[FunctionMoments, Tensor | None]:
-        """`own_moments` for training, by products with the covariance, and the design `(N, K)`.
+    def fixed_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Means `(F, K)` and covariances `(F, K, K)` or `(1, K, K)` for `layer.joint_moments`.
 
-        With independent weights no design is made.
+        Nothing for independent weights, which take another route.
         """
         if self.covariance == "diagonal":
-            return self.own_moments(layer, h), None
-        return layer.joint_moments(h, self.mean.to(h.dtype), self._inverse("precision", h.dtype))
+            return ()
+        return self.mean.to(dtype), self._inverse("precision", dtype)
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
         if self.covariance == "diagonal":
