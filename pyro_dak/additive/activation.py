@@ -47,6 +47,7 @@ class LocalConstants(NamedTuple):
     `levels` and `features` are those of the plain formulas in `bridge`, `intervals` those of
     `fast.fused`. The maps go from z to values at the nodes, `(M, M)`, and from means and variances
     of z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`).
+    `node_pairs` has the rows of L_U at the nodes of each interval, `(M + 1, 2, M)`, on small grids.
     """
 
     levels: LevelConstants
@@ -55,6 +56,7 @@ class LocalConstants(NamedTuple):
     node_map: fused.LinearMap
     interval_map: fused.LinearMap
     moment_map: fused.LinearMap
+    node_pairs: Tensor | None
 
 
 @functools.lru_cache(maxsize=4)
@@ -100,7 +102,6 @@ class KernelActivation(nn.Module):
         is_markov = self.has_local_route = self.kernel.is_markov
         self._factor = None if is_markov else dense_inverse_factor(grid, self.kernel, float(jitter))
         self._cache: dict[tuple[torch.dtype, torch.device], Any] = {}
-        self._pairs: Tensor | None = None
         kept = self.prior_variance_between_nodes()
         if self.num_inducing > 1 and kept < 0.5:
             warnings.warn(
@@ -261,19 +262,18 @@ class KernelActivation(nn.Module):
         covariance: Tensor,
         linear: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Mean, variance and design of `design.DesignMoments`; None where there is no such route.
+        """Mean, variance and design of `design.design_moments`; None where there is no such route.
 
         Level by level the plain route takes fewer operations for many nodes.
         """
-        if torch.compiler.is_compiling() or h.dim() > 2 or h.is_meta:
-            return None
-        if not self.has_local_route or self.num_inducing > _MAX_DENSE_NODES:
+        if h.dim() > 2 or not self.has_local_route:
             return None
         constants = self.local_constants(h)
-        if self._pairs is None or self._pairs.dtype != h.dtype or self._pairs.device != h.device:
-            self._pairs = design.node_pairs(constants.node_map)
-        arguments = (h, log_sigma, loc, covariance, self._pairs, constants.intervals, linear)
-        return design.DesignMoments.apply(*arguments)
+        pairs = constants.node_pairs
+        if pairs is None:
+            return None
+        arguments = (h, log_sigma, loc, covariance, pairs, constants.intervals, linear)
+        return design.design_moments(*arguments)
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
         """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, for h `(N, P)`; no sum over p."""
@@ -348,11 +348,15 @@ class KernelActivation(nn.Module):
         cast = [part.to(device, own) for part, own in zip(exact, dtypes, strict=True)]
         M, low, spacing = self.num_inducing, self.grid.bounds[0], self.grid.spacing
         is_dense = is_meta or M <= _MAX_DENSE_NODES
+        node_map, interval_map, moment_map = (fused.LinearMap(A, is_dense) for A in cast[7:])
         return LocalConstants(
             LevelConstants(*cast[:2]),
             bridge.FeatureConstants(*cast[2:7]),
             fused.intervals_of_grid(M, low, spacing, self.delta, dtype, device),
-            *[fused.LinearMap(matrix, is_dense) for matrix in cast[7:]],
+            node_map,
+            interval_map,
+            moment_map,
+            design.node_pairs(node_map) if is_dense and not is_meta else None,
         )
 
     def _between_nodes(self, h: Tensor, weights: Tensor) -> Tensor:

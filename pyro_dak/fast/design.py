@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_dak.fast.fused import Intervals, LinearMap, second_derivative_error, two_nodes
 
-__all__ = ["DesignMoments", "node_pairs"]
+__all__ = ["DesignMoments", "design_moments", "node_pairs"]
 
 
 def node_pairs(node_map: LinearMap) -> Tensor:
@@ -21,6 +21,33 @@ def node_pairs(node_map: LinearMap) -> Tensor:
     L = node_map.matrix if node_map.is_dense else node_map.matrix.to_dense()
     outside = torch.zeros_like(L[:1])
     return torch.stack([torch.cat([outside, L]), torch.cat([L, outside])], 1)
+
+
+def design_moments(
+    h: Tensor,
+    log_sigma: Tensor,
+    loc: Tensor,
+    covariance: Tensor,
+    pairs: Tensor,
+    intervals: Intervals,
+    linear: tuple[float, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `DesignMoments`, in plain operations where they are compiled."""
+    if not torch.compiler.is_compiling():
+        return DesignMoments.apply(h, log_sigma, loc, covariance, pairs, intervals, linear)
+    sigma = log_sigma.exp()
+    j, (w0, w1) = two_nodes(h.mT.unsqueeze(0), sigma.unsqueeze(0), intervals)
+    nodes = pairs[j.squeeze(0).mT.long()]  # (N, P, 2, M)
+    w0, w1 = (w.squeeze(0).mT.unsqueeze(-1) for w in (w0, w1))
+    phi = (w0 * nodes[:, :, 0] + w1 * nodes[:, :, 1]).flatten(1)
+    lines = [(h - linear[1]) * (sigma * linear[0])] if linear else []
+    design = torch.cat([torch.ones_like(h[:, :1]), *lines, phi], -1)
+    mean = design @ loc.mT
+    if len(covariance) == 1:
+        var = ((design @ covariance[0]) * design).sum(-1, keepdim=True)
+    else:
+        var = ((design @ covariance) * design).sum(-1).mT
+    return mean, var.clamp(min=0).expand_as(mean), design.detach()
 
 
 class DesignMoments(torch.autograd.Function):
