@@ -24,7 +24,7 @@ from experiments.report import write_page, write_report
 from experiments.runs import RESULTS, Job, Line, RunFn, run_all, scores_by_model
 
 # The panels of the toy figure that are quick to fit.
-_TOY_MODELS = ("exact GP", "DAK", "DAK + residual", "NN")
+_TOY_MODELS = ("exact GP", "DAK + residual", "DAK, input units, joint posterior", "NN")
 _TOY_SEED = 100
 
 

@@ -28,4 +28,4 @@ def test_the_demo_ends_with_a_table_and_existing_files(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png") == 4
     runs = {run["config"]["model"]: run for run in read_runs(tmp_path / "toy")}
-    assert f"RMSE {runs['DAK']['metrics']['rmse_inside']:.3f}" in output
+    assert f"RMSE {runs['DAK + residual']['metrics']['rmse_inside']:.3f}" in output
