@@ -510,3 +510,22 @@ def test_a_vector_of_targets_is_one_output():
         ClosedFormELBO().loss(case.model, case.guide, case.x, y) for y in (case.y, case.y[:, 0])
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("likelihood", "prior_scale", "expected"), [
+    (GaussianLikelihood(), None, 1.0),
+    (CategoricalLikelihood(), None, 3.0),
+    (CategoricalLikelihood(), 0.5, 0.5),
+])  # fmt: skip
+def test_f_starts_with_the_prior_scale_of_its_likelihood(likelihood, prior_scale, expected):
+    model = DAK(
+        nn.Identity(), 4, 4, 2, likelihood=likelihood, embedding=False, prior_scale=prior_scale
+    )
+    at_node = model.layer.activation.grid.inducing_points[:1].expand(4).unsqueeze(0)
+    phi = model.layer.design(at_node.to(model.unit_scale))[:, 1:]  # without the bias
+    assert phi.square().sum().sqrt().item() == pytest.approx(expected)
+
+
+def test_a_prior_scale_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="`prior_scale` must be positive"):
+        DAK(nn.Identity(), 4, prior_scale=0.0)
