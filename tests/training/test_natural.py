@@ -284,6 +284,21 @@ def test_single_precision_gives_the_posterior_also_for_little_noise(covariance, 
     assert_close(found, expected, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("batch_size", [20, 60])
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_targets_that_are_constant_leave_noise_above_rounding(covariance, batch_size):
+    likelihood = GaussianLikelihood(torch.tensor([0.1, 0.1]))
+    model, guide = make_model(covariance, num_outputs=2, likelihood=likelihood)
+    model.float()
+    guide.float()
+    x, y = (part.float() for part in make_data())
+    data = (x, torch.cat([y, torch.zeros_like(y)], -1))
+    history = train(model, guide, data=data, epochs=150, batch_size=batch_size)
+    assert math.isfinite(history.final["elbo"])
+    assert 1e-7 < likelihood.noise_scale[1] < 1e-2
+    assert predict(model, guide, x).mean[:, 1].abs().max() < 1e-2
+
+
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_sums_over_rows_keep_the_precision_of_q(precision, monkeypatch):
     dtypes = set()
