@@ -215,8 +215,7 @@ def _novelty(description: Description, model: DAK) -> Novelty | None:
     if num_rows is None:
         return None
     check_integer("novelty", num_rows, minimum=1, maximum=2**32)
-    has_classes = isinstance(model.likelihood, likelihoods.CategoricalLikelihood)
-    return Novelty(model.feature_dim + model.num_input_units, num_rows, has_classes)
+    return Novelty.room_for(model, num_rows)
 
 
 def _input_shape(description: Description) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """Novelty: leverage written out in loops, uniform for rows as in training, small for others."""
 
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -442,3 +443,19 @@ def test_an_interrupted_fit_learns_no_novelty():
     with pytest.raises(KeyboardInterrupt):
         small_fit(model, guide, rows_with_targets(), callbacks=[stop])
     assert model.novelty is None
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+def test_weights_are_loaded_with_their_novelty_and_without(has_classes):
+    model, guide = make(2, has_classes)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(50, 4)
+    learn_novelty(model, guide, x)
+    other, _ = make(2, has_classes)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(predict(other, guide, x).novelty, predict(model, guide, x).novelty)
+    learn_novelty(model, guide, x[:30])  # other numbers of rows
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(predict(other, guide, x).novelty, predict(model, guide, x).novelty)
+    other.load_state_dict(before)
+    assert other.novelty is None
