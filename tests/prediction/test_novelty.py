@@ -459,3 +459,16 @@ def test_weights_are_loaded_with_their_novelty_and_without(has_classes):
     assert torch.equal(predict(other, guide, x).novelty, predict(model, guide, x).novelty)
     other.load_state_dict(before)
     assert other.novelty is None
+
+
+def test_mixed_precision_leaves_leverages_as_they_are():
+    model, guide = make()
+    model.float()
+    guide.float()
+    x = torch.randn(300, 4, dtype=torch.float32)
+    learn_novelty(model, guide, x)
+    expected = predict(model, guide, x).novelty
+    with torch.autocast("cpu", torch.bfloat16):
+        found = predict(model, guide, x).novelty
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().mean() < 0.01
