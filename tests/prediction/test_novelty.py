@@ -472,3 +472,13 @@ def test_mixed_precision_leaves_leverages_as_they_are():
         found = predict(model, guide, x).novelty
     assert found.dtype == torch.float32
     assert (found - expected).abs().mean() < 0.01
+
+
+def test_fixed_features_are_compared_with_rows_from_all_over_the_data(monkeypatch):
+    monkeypatch.setattr(novelty, "MAX_REFERENCE_ROWS", 100)
+    model, guide = make()
+    x = torch.randn(400, 4) * torch.linspace(0.1, 3, 400).unsqueeze(-1)  # sorted
+    options = {"epochs": 1, "seed": 0, "progress": False, "accelerator": "cpu"}
+    fit(model, guide, (x, x[:, :1]), fixed_features=True, **options)
+    assert len(model.novelty.tails.leverage) == 100
+    assert 0.4 < predict(model, guide, x).novelty.mean() < 0.6
