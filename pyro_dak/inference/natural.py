@@ -42,6 +42,9 @@ __all__ = [
 # The statistics of pass p count about p^(_POWER - 1).
 _POWER = 5.0
 _ROUNDING = 1e-6  # of a sum of fractions
+# The least noise variance over the number of rows: with less, rounding of the precision, which is
+# about rows over variance, would hide the prior.
+_LEAST_NOISE = 100 * torch.finfo(torch.float64).eps
 
 
 class Rates(NamedTuple):
@@ -140,14 +143,15 @@ def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: f
 
     With the fraction of the data set as `share`, and with that of the rows seen so far in the first
     pass, the variance is an average over about the last pass: noise that was averaged over as many
-    passes as q would lag behind a network that still learns.
+    passes as q would lag behind a network that still learns. The variance stays above the rounding
+    of q, also where targets are constant and the best one is 0.
     """
     parameter = likelihood.closed_noise
     if parameter is None or sums.squares is None:
         return
     best = (sums.squares / num_rows).to(parameter.dtype)
     variance = torch.lerp((2 * parameter).exp(), best, share)
-    parameter.copy_(0.5 * variance.clamp(min=torch.finfo(variance.dtype).tiny).log())
+    parameter.copy_(0.5 * variance.clamp(min=_LEAST_NOISE * num_rows / share).log())
 
 
 def learn(

@@ -1,8 +1,8 @@
 """DAK: a neural network whose last layer is an additive Gaussian process, as a Pyro model."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -84,6 +84,8 @@ class DAK(PyroModule):
     """
 
     calibration: Tensor | None
+    # Makes the module `novelty` for so many reference rows; the room that predicts sets it.
+    novelty_factory: ClassVar[Callable[["DAK", int], nn.Module] | None] = None
 
     def __init__(
         self,
@@ -140,15 +142,24 @@ class DAK(PyroModule):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load weights with their calibration; those that come without one, with none."""
+        """Load weights with their calibration and novelty; those that come without, with none."""
         name = f"{prefix}calibration"
         one = self.layer.log_unit_scale.detach().new_ones(())
         self.calibration = one if name in state_dict else None
+        self._make_room_for_novelty(state_dict.get(f"{prefix}novelty.tails.leverage"))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         value = self.calibration
         if value is not None and not value.is_meta and not 0 < float(value) < math.inf:
             self.calibration = None
             arguments[-1].append(f"`{name}` must be positive and finite; got {float(value)}.")
+
+    def _make_room_for_novelty(self, reference: Any) -> None:
+        """Let `novelty` be a module that takes these reference rows `(n,)`, or None if it is."""
+        make = type(self).novelty_factory
+        if make is None or not isinstance(reference, Tensor) or reference.dim() != 1:
+            self.novelty = None
+        elif self.novelty is None or len(self.novelty.tails.leverage) != len(reference):
+            self.novelty = make(self, len(reference)).to(self.layer.log_unit_scale)
 
     def _site_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         F, P, M = self.num_functions, self.num_units, self.num_inducing

@@ -299,6 +299,15 @@ class Novelty(nn.Module):
         own.leverage, own.tails = leverage, tails
         return own
 
+    @classmethod
+    def room_for(cls, model: DAK, num_rows: int) -> "Novelty":
+        """A module for the statistics of a model, not yet filled in."""
+        has_classes = isinstance(model.likelihood, CategoricalLikelihood)
+        return cls(model.feature_dim + model.num_input_units, num_rows, has_classes)
+
+
+DAK.novelty_factory = Novelty.room_for
+
 
 def learn_novelty(
     model: DAK,

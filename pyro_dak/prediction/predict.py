@@ -18,7 +18,7 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
-from pyro_dak.model.modes import evaluating, with_own_tensors
+from pyro_dak.model.modes import evaluating, own_precision, with_own_tensors
 from pyro_dak.prediction.freeze import freeze_with_features
 from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
 from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
@@ -114,7 +114,8 @@ def predict(
                 results += () if q.root is None else (q.root.movedim(0, -2),)
             parts.append([part.to(x.device) for part in results])
             if features is not None:
-                scores = [model.novelty.leverage(features)]
+                with own_precision(features):  # mixed precision is for the network
+                    scores = [model.novelty.leverage(features)]
                 if has_classes:  # a temperature is not to change what is strange
                     log_probs = results[0]
                     if number is not None:

@@ -180,6 +180,12 @@ def check_sizes(
             f"the model would take {needed / 2**20:.0f} MiB besides its weights, and `max_bytes` "
             f"allows {max_bytes / 2**20:.0f} MiB; pass more if you trust the file"
         )
+    rows = shapes.get("model.novelty.tails.leverage")
+    if rows != (None if model.novelty is None else model.novelty.tails.leverage.shape):
+        raise ValueError(
+            f"`novelty` is {description.get('novelty')}, but the reference rows that are stored "
+            f"have shape {None if rows is None else tuple(rows)}"
+        )
     stored = {n: torch.empty(s, device=meta) for n, s in shapes.items() if n.startswith("model.")}
     nn.ModuleDict({"model": model}).load_state_dict(stored)
     if not has_own_guide:
@@ -215,8 +221,7 @@ def _novelty(description: Description, model: DAK) -> Novelty | None:
     if num_rows is None:
         return None
     check_integer("novelty", num_rows, minimum=1, maximum=2**32)
-    has_classes = isinstance(model.likelihood, likelihoods.CategoricalLikelihood)
-    return Novelty(model.feature_dim + model.num_input_units, num_rows, has_classes)
+    return Novelty.room_for(model, num_rows)
 
 
 def _input_shape(description: Description) -> tuple[int, ...] | None:

@@ -27,7 +27,12 @@ from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import local_parameters
-from pyro_dak.prediction.novelty import features_of, in_random_order, novelty_of_features
+from pyro_dak.prediction.novelty import (
+    MAX_REFERENCE_ROWS,
+    features_of,
+    in_random_order,
+    novelty_of_features,
+)
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
 from pyro_dak.training.data import Data, ResidentData, hold_out, training_data
 from pyro_dak.training.describe import set_up_guide
@@ -136,8 +141,9 @@ def fit(
         compile: whether to compile the loss; where that fails, it warns and goes on without.
         final_pass: whether a `NaturalGuide` takes its posterior from one more pass over all rows at
             the end, so that it belongs to the final features. By default it does so for
-            `GaussianLikelihood`, where the result is the exact posterior. For classes the average
-            over the last passes of training predicted held-out rows better. Other guides ignore it.
+            `GaussianLikelihood`, where the result is the exact posterior with covariance="joint",
+            and with "shared" if the outputs share their noise. For classes the average over the
+            last passes of training predicted held-out rows better. Other guides ignore it.
         evaluate: whether to evaluate the bound of the final model, `History.final`, by one more
             pass over the data without gradients.
         novelty: whether to learn at the end, by one more pass over the inputs, how training rows
@@ -254,7 +260,12 @@ def _learn_novelty(
     """
     try:
         if plan.fixed_features and isinstance(batches, ResidentData):
-            features, rows = batches.x, first.to(batches.x.device)
+            features, rows = batches.x, first
+            if len(rows) == len(features):  # tensors: in a random order, as below
+                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+                features = features[order.to(features.device)]
+                rows = rows[order[:MAX_REFERENCE_ROWS].to(rows.device)]
+            rows = rows.to(features.device)
         elif isinstance(batches, ResidentData):
             features, rows = features_of(model, in_random_order(batches.x), progress)
         else:

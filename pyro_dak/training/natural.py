@@ -30,6 +30,13 @@ __all__ = ["NaturalLoss", "build_learner"]
 _MAX_NUMBERS = 2**27
 
 
+class _Unrounded:
+    """Sums on their way out of `forward`, where Fabric makes all tensors single if it mixes."""
+
+    def __init__(self, sums: RowSums):
+        self.sums = sums
+
+
 class NaturalLoss(DAKLoss):
     """Minus the ELBO per datum of a DAK with a `NaturalGuide`, and the steps of that guide.
 
@@ -65,7 +72,7 @@ class NaturalLoss(DAKLoss):
 
     def forward(  # type: ignore[override]
         self, x: Tensor, y: Tensor, scale: float, num_data: int
-    ) -> tuple[Tensor, Tensor, RowSums]:
+    ) -> tuple[Tensor, Tensor, _Unrounded]:
         """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
         guide: Any = self.guide
         weights = guide.fixed_weights(self.model.layer.log_unit_scale.dtype)
@@ -75,7 +82,7 @@ class NaturalLoss(DAKLoss):
         loss = kl - expected
         with torch.no_grad():
             means = torch.stack([loss, expected, kl]).mul_(weight / num_data)
-        return loss * (weight / num_data), means, sums
+        return loss * (weight / num_data), means, _Unrounded(sums)
 
     def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, RowSums]:
         """`expected_and_sums` of a batch; all that depends on x, which can be compiled."""
@@ -84,15 +91,15 @@ class NaturalLoss(DAKLoss):
         guide: Any = self.guide
         return expected_and_sums(elbo, self.model, guide, h, y, *weights)
 
-    def after_step(self, seen: RowSums, num_rows: int, num_data: int, fabric: Any) -> None:
+    def after_step(self, seen: _Unrounded, num_rows: int, num_data: int, fabric: Any) -> None:
         """Move q by the batch; every process adds up the sums of all and takes the same step."""
         guide: Any = self.guide
-        seen, total = _over_processes(seen, num_rows, fabric)
+        sums, total = _over_processes(seen.sums, num_rows, fabric)
         fraction = total / num_data
         if self.passes is None:
             self.passes = min(1.0, float(guide.num_rows) / num_data)
-        if not _is_mixed_half(fabric) or _are_finite(seen):  # else the optimisers skip it too
-            learn(self.model, guide, seen, total, self.passes, fraction)
+        if not _is_mixed_half(fabric) or _are_finite(sums):  # else the optimisers skip it too
+            learn(self.model, guide, sums, total, self.passes, fraction)
         self.passes += fraction
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

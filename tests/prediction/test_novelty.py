@@ -1,5 +1,6 @@
 """Novelty: leverage written out in loops, uniform for rows as in training, small for others."""
 
+import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -442,3 +443,42 @@ def test_an_interrupted_fit_learns_no_novelty():
     with pytest.raises(KeyboardInterrupt):
         small_fit(model, guide, rows_with_targets(), callbacks=[stop])
     assert model.novelty is None
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+def test_weights_are_loaded_with_their_novelty_and_without(has_classes):
+    model, guide = make(2, has_classes)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(50, 4)
+    learn_novelty(model, guide, x)
+    other, _ = make(2, has_classes)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(predict(other, guide, x).novelty, predict(model, guide, x).novelty)
+    learn_novelty(model, guide, x[:30])  # other numbers of rows
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(predict(other, guide, x).novelty, predict(model, guide, x).novelty)
+    other.load_state_dict(before)
+    assert other.novelty is None
+
+
+def test_mixed_precision_leaves_leverages_as_they_are():
+    model, guide = make()
+    model.float()
+    guide.float()
+    x = torch.randn(300, 4, dtype=torch.float32)
+    learn_novelty(model, guide, x)
+    expected = predict(model, guide, x).novelty
+    with torch.autocast("cpu", torch.bfloat16):
+        found = predict(model, guide, x).novelty
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().mean() < 0.01
+
+
+def test_fixed_features_are_compared_with_rows_from_all_over_the_data(monkeypatch):
+    monkeypatch.setattr(novelty, "MAX_REFERENCE_ROWS", 100)
+    model, guide = make()
+    x = torch.randn(400, 4) * torch.linspace(0.1, 3, 400).unsqueeze(-1)  # sorted
+    options = {"epochs": 1, "seed": 0, "progress": False, "accelerator": "cpu"}
+    fit(model, guide, (x, x[:, :1]), fixed_features=True, **options)
+    assert len(model.novelty.tails.leverage) == 100
+    assert 0.4 < predict(model, guide, x).novelty.mean() < 0.6

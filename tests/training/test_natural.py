@@ -263,3 +263,58 @@ def test_a_compiled_step_is_the_same_step():
 def test_independent_weights_are_not_compiled():
     with pytest.warns(UserWarning, match='compile=True is for covariance="joint" and "shared"'):
         train(*make_model("diagonal"), epochs=1, compile=True)
+
+
+@pytest.mark.parametrize("covariance", ["joint", "shared"])
+@pytest.mark.parametrize("noise_scale", [0.1, 0.01, 0.001])
+def test_single_precision_gives_the_posterior_also_for_little_noise(covariance, noise_scale):
+    """The sums over rows in float32 were off by more than the prior, and even indefinite."""
+    likelihood = GaussianLikelihood(noise_scale, learn=False)
+    model, guide = make_model(covariance, likelihood=likelihood, level=4)
+    model.float()
+    guide.float()
+    x = torch.randn(2000, 3, dtype=torch.float32)
+    train(model, guide, data=(x, x.sum(-1, keepdim=True).sin()), epochs=1, batch_size=512)
+    with torch.no_grad():
+        new = model.layer.design(model.unit_inputs(3 * x)).double()
+        design = model.layer.design(model.unit_inputs(x)).double()
+    precision = torch.eye(design.shape[-1]) + design.mT @ design / noise_scale**2
+    expected = (torch.linalg.solve(precision, new.mT).mT * new).sum(-1, keepdim=True)
+    found = predict(model, guide, 3 * x).functions.var.double()
+    assert_close(found, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("batch_size", [20, 60])
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_targets_that_are_constant_leave_noise_above_rounding(covariance, batch_size):
+    likelihood = GaussianLikelihood(torch.tensor([0.1, 0.1]))
+    model, guide = make_model(covariance, num_outputs=2, likelihood=likelihood)
+    model.float()
+    guide.float()
+    x, y = (part.float() for part in make_data())
+    data = (x, torch.cat([y, torch.zeros_like(y)], -1))
+    history = train(model, guide, data=data, epochs=150, batch_size=batch_size)
+    assert math.isfinite(history.final["elbo"])
+    assert 1e-7 < likelihood.noise_scale[1] < 1e-2
+    assert predict(model, guide, x).mean[:, 1].abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_sums_over_rows_keep_the_precision_of_q(precision, monkeypatch):
+    dtypes = set()
+
+    def step(guide, sums, *_, **__):
+        dtypes.add(sums.curvature.dtype)
+
+    monkeypatch.setattr(NaturalGuide, "step", step)
+    model, guide = make_model(likelihood=fixed_noise())
+    model.float()
+    guide.float()
+    data = tuple(part.float() for part in make_data())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # to which Fabric converts what comes out of a module
+    try:
+        train(model, guide, data=data, precision=precision, final_pass=False)
+    finally:
+        torch.set_default_dtype(before)
+    assert dtypes == {torch.float64}

@@ -338,6 +338,10 @@ class NaturalGuide(TrilGuide):
     ) -> RowSums:
         """The sums over rows that a step needs.
 
+        Products of the design with itself are made in the dtype of the precision: the rounding of
+        float32 is 1e-7 of N / noise variance, which may exceed the prior, so that directions of
+        which the rows say nothing would get another precision, even a negative one.
+
         Args:
             layer: the layer of the model.
             h: inputs of the units, `(B, P)`.
@@ -351,9 +355,10 @@ class NaturalGuide(TrilGuide):
             k = k * (k.shape[-1] / (k.shape[-1] - 1))
         if self.covariance == "diagonal":
             gradient, curvature = layer.row_sums(h, g, k)
-            coarse = layer.design(h, self._num_levels)
+            coarse, k = (part.to(self.mean) for part in (layer.design(h, self._num_levels), k))
             return RowSums(gradient, curvature, (coarse.mT * k.mT.unsqueeze(-2)) @ coarse)
         design = layer.design(h) if design is None else design
+        design, g, k = (part.to(self.mean) for part in (design, g, k))
         if self.covariance == "joint" and k.shape[-1] == 1:
             return RowSums(g.mT @ design, (design.mT @ (k * design)).unsqueeze(0))
         if self.covariance == "joint":
