@@ -22,6 +22,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
 from pyro_dak.training.data import Data, rewound
 from pyro_dak.training.loop import DAKLoss, seeded
+from pyro_dak.training.plan import TrainingError
 from pyro_dak.validation import check_real
 
 __all__ = ["NaturalLoss", "build_learner"]
@@ -137,6 +138,11 @@ class NaturalLoss(DAKLoss):
         sums, num_rows = self._sums_over(data, fabric, seed)
         gain = data.num_rows / num_rows
         guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=likelihood.coupling)
+        if not bool(guide.mean.isfinite().all()):
+            raise TrainingError(
+                "The posterior of the final features is not finite: the precision of its weights "
+                "cannot be inverted. Scale the inputs, raise the noise, or pass `final_pass=False`."
+            )
 
     def _renew_scaling(self, data: Data, fabric: Any, seed: int) -> None:
         """Set the statistics of the scaling to those of all rows, or of the first 2^27 numbers."""

@@ -20,12 +20,14 @@ from pyro_dak import (
     NaturalVI,
     PoissonLikelihood,
     StudentTLikelihood,
+    TrainingError,
     exact_posterior,
     predict,
 )
 from pyro_dak.inference.natural import learn_noise, terms_and_sums
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
+from pyro_dak.training.natural import NaturalLoss
 from tests import scenarios
 from tests.training.runs import assert_same, make_data, train
 
@@ -318,3 +320,16 @@ def test_sums_over_rows_keep_the_precision_of_q(precision, monkeypatch):
     finally:
         torch.set_default_dtype(before)
     assert dtypes == {torch.float64}
+
+
+def test_a_final_posterior_that_is_not_finite_is_told(monkeypatch):
+    model, guide = make_model(likelihood=fixed_noise())
+    sums_over = NaturalLoss._sums_over
+
+    def broken(self, *arguments):
+        sums, num_rows = sums_over(self, *arguments)
+        return sums._replace(curvature=-sums.curvature), num_rows
+
+    monkeypatch.setattr(NaturalLoss, "_sums_over", broken)
+    with pytest.raises(TrainingError, match="The posterior of the final features is not finite"):
+        train(model, guide)
