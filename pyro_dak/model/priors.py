@@ -37,6 +37,14 @@ __all__ = [
 ]
 
 
+# Of a function that samples sites of its own.
+_HOW = (
+    " Sites that it samples, such as `tau`, have draws in front under vectorised particles: write "
+    "`tau[..., None, None, None]`, with as many None as the shape has dimensions, and leave "
+    "`.expand` and `.to_event` out."
+)
+
+
 @dataclass(frozen=True)
 class Prior(ABC):
     """The same distribution for every element of a site."""
@@ -202,10 +210,11 @@ def site_prior(
 ) -> dist.Distribution:
     """The distribution of a site with event shape `shape`.
 
-    A scalar distribution is expanded, one with the right batch shape is turned into an event. With
-    `is_batched`, a function that samples inside may return a distribution with draws in front of
-    `shape`, as it does under vectorised particles.
+    A scalar distribution is expanded, one with the right batch shape is turned into an event. The
+    result of a function is expanded to `shape` in any way that broadcasts. With `is_batched` it may
+    have draws in front, as it has under vectorised particles if it samples inside.
     """
+    is_function = not isinstance(value, torch.distributions.Distribution)
     if isinstance(value, Prior):
         return value.element(like).expand(shape).to_event(len(shape))
     if not isinstance(value, torch.distributions.Distribution):
@@ -219,7 +228,7 @@ def site_prior(
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise TypeError(
                 f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
-                f"called with {tuple(shape)}, it says: {error}"
+                f"called with {tuple(shape)}, it says: {error}{_HOW if is_batched else ''}"
             ) from error
         check_kind(f"prior[{name!r}]", value, torch.distributions.Distribution, "a distribution")
     if value.event_shape == shape and value.batch_shape == ():
@@ -228,18 +237,16 @@ def site_prior(
         return dist.Independent(value, len(value.batch_shape))
     if value.batch_shape + value.event_shape == ():
         return dist.Independent(value.expand(shape), len(shape))
-    if is_batched and (expanded := _expanded(value, shape)) is not None:
+    if is_function and (expanded := _expanded(value, shape, is_batched)) is not None:
         return expanded
     raise ValueError(
         f"`prior[{name!r}]` must have event shape {tuple(shape)}, the shape of the site; got batch "
         f"{tuple(value.batch_shape)} and event {tuple(value.event_shape)}. Use `.expand` and "
-        "`.to_event`, or pass a function of the shape. A function that samples, say, `tau` gets "
-        "draws of it in front: for vectorised particles write `tau[..., None, None, None]` for "
-        "each dimension of the shape, and leave `.expand` and `.to_event` out."
+        f"`.to_event`, or pass a function of the shape.{_HOW if is_batched else ''}"
     )
 
 
-def _expanded(value: Any, shape: torch.Size) -> dist.Distribution | None:
+def _expanded(value: Any, shape: torch.Size, is_batched: bool) -> dist.Distribution | None:
     """A distribution with its elements expanded to `(..., *shape)`, or None if they do not fit."""
     full, n = value.batch_shape + value.event_shape, len(shape)
     batch, own = full[: max(len(full) - n, 0)], full[max(len(full) - n, 0) :]
@@ -248,6 +255,8 @@ def _expanded(value: Any, shape: torch.Size) -> dist.Distribution | None:
     )
     num_events = len(value.event_shape)
     if not fits or own[len(own) - num_events :] != shape[n - num_events :]:
+        return None
+    if batch and not is_batched:
         return None
     elements = value.expand((*batch, *shape[: n - num_events]))
     return dist.Independent(elements, n - num_events)
