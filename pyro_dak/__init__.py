@@ -48,6 +48,7 @@ from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 
 if TYPE_CHECKING:
+    from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
     from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
 
 __all__ = [
@@ -57,6 +58,8 @@ __all__ = [
     "CategoricalLikelihood",
     "CheckpointError",
     "ClosedFormELBO",
+    "DAKAdditiveClassifier",
+    "DAKAdditiveRegressor",
     "DAKClassifier",
     "DAKRegressor",
     "DyadicGrid",
@@ -96,19 +99,25 @@ __all__ = [
     "to_arviz",
 ]
 
+# The estimators, and the modules that they are in.
+_ESTIMATORS = {
+    "DAKAdditiveClassifier": "pyro_dak.tables.additive",
+    "DAKAdditiveRegressor": "pyro_dak.tables.additive",
+    "DAKClassifier": "pyro_dak.tables.estimators",
+    "DAKRegressor": "pyro_dak.tables.estimators",
+}
 if find_spec("sklearn") is None:  # then `from pyro_dak import *` gives all but the estimators
-    __all__.remove("DAKClassifier")
-    __all__.remove("DAKRegressor")
+    __all__ = [name for name in __all__ if name not in _ESTIMATORS]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """The estimators, on first use: they need scikit-learn, the rest of the package does not."""
-    if name not in ("DAKClassifier", "DAKRegressor"):
+    if name not in _ESTIMATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module("pyro_dak.tables.estimators"), name)
+        return getattr(importlib.import_module(_ESTIMATORS[name]), name)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("sklearn", "scipy"):
             raise

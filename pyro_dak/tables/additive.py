@@ -32,8 +32,9 @@ __all__ = ["DAKAdditiveClassifier", "DAKAdditiveRegressor", "Explanation", "Shap
 
 # Without a level, columns have up to 31 knots, and all together about this many weights at most.
 _LEVEL, _MAX_WEIGHTS = 5, 1_200
-# Pairs that `pairs="auto"` may take for each column, and the columns that are tried at most.
-_PAIRS_PER_COLUMN, _MAX_TRIED = 1.0, 30
+# Pairs that `pairs="auto"` may take for each column, the columns that are tried at most, and how
+# often pairs are chosen, by what earlier ones leave over.
+_PAIRS_PER_COLUMN, _MAX_TRIED, _PAIR_ROUNDS = 1.0, 30, 3
 # The number of draws of f in class probabilities, and of terms in the error of importances.
 _NUM_DRAWS, _NUM_TERM_DRAWS = 64, 200
 # More rows than this hardly change the tails.
@@ -243,8 +244,8 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         num_numbers = sum(column.categories is None for column in columns)
         level = self.level
         if level is None:
-            level = _LEVEL
-            while level > 2 and num_numbers * (2**level + 1) > _MAX_WEIGHTS:
+            level, most_weights = _LEVEL, min(_MAX_WEIGHTS, max(200, rows.weights.sum() / 2))
+            while level > 2 and num_numbers * (2**level + 1) > most_weights:
                 level -= 1
         weights = rows.weights
         terms: list[Term] = [
@@ -263,7 +264,9 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
             return
         most = math.ceil(_PAIRS_PER_COLUMN * len(columns)) if self.pairs == "auto" else self.pairs
         chosen: list[PairTerm] = []
-        while most and len(chosen) < most:
+        for _ in range(_PAIR_ROUNDS):
+            if not most or len(chosen) >= most:
+                break
             taken = {term.columns for term in chosen}
             tried = itertools.combinations(self._strongest(rows), 2)
             left = [pair for pair in tried if pair not in taken]
@@ -500,7 +503,8 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
 
     def posterior_moments(self, X: Any) -> tuple[Array, Array]:
         """Mean and variance of the function without noise, `(N,)` each, exact and uncalibrated."""
-        mean, var = self.posterior_.moments(self._columns(X))
+        columns = self._columns(X)
+        mean, var = self.posterior_.moments(columns)
         return self._intercept()[0] + self._unit * mean[:, 0], self._unit**2 * var[:, 0]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
@@ -551,13 +555,10 @@ class DAKAdditiveClassifier(ClassifierMixin, _AdditiveEstimator):
         self.posterior_, sites = fit_classes(rows, y, len(self.classes_), terms, start)
         return sites
 
-    def decision_function(self, X: Any) -> Array:
-        """Posterior means of the log odds, `(N,)`, or of the functions of classes, `(N, C)`."""
-        return self._drop(self.posterior_.moments(self._columns(X))[0])
-
     def predict_dist(self, X: Any) -> ClassMixture:
         """Class probabilities of each row, with their entropy and mutual information."""
-        mean, var = map(torch.from_numpy, self.posterior_.moments(self._columns(X)))
+        columns = self._columns(X)
+        mean, var = map(torch.from_numpy, self.posterior_.moments(columns))
         if mean.shape[1] == 1:
             nodes, weights = gauss_hermite(mean[:, 0], var[:, 0])
             p = nodes.sigmoid()
@@ -576,7 +577,8 @@ class DAKAdditiveClassifier(ClassifierMixin, _AdditiveEstimator):
 
     def predict(self, X: Any) -> Array:
         """The most probable label of each row, `(N,)`."""
-        return self.classes_[self.predict_proba(X).argmax(-1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(-1)]
 
 
 def _with_band(

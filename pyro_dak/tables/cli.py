@@ -1,4 +1,4 @@
-"""The command line: `pyro-dak fit`, `predict`, `evaluate`, `info`.
+"""The command line: `pyro-dak fit`, `predict`, `evaluate`, `explain`, `info`.
 
 Data go to stdout or to a file; messages and progress go to stderr. The exit code is 0 if all went
 well, 1 after a failure, with one line that says what is wrong, and 2 after wrong usage. Output that
@@ -23,12 +23,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from sklearn.base import is_regressor
 
 from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve
 from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
+from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
+from pyro_dak.tables.additive_files import read_additive, stored_name, write_additive
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
+from pyro_dak.tables.explain import additive_page, dependence_page
 from pyro_dak.tables.files import (
     STANDARD,
     TableError,
@@ -39,7 +43,14 @@ from pyro_dak.tables.files import (
 )
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import read_estimator, write_estimator
-from pyro_dak.tables.schema import Schema, inputs, learn_schema, numbers_of_classes, targets
+from pyro_dak.tables.schema import (
+    Schema,
+    inputs,
+    learn_schema,
+    numbers_of_classes,
+    raw_inputs,
+    targets,
+)
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
 
@@ -47,6 +58,10 @@ __all__ = ["app"]
 
 _LEAST_ROWS = 10
 _ESTIMATORS = {"DAKClassifier": DAKClassifier, "DAKRegressor": DAKRegressor}
+_ADDITIVE = {
+    "DAKAdditiveClassifier": DAKAdditiveClassifier,
+    "DAKAdditiveRegressor": DAKAdditiveRegressor,
+}
 
 # The options in front of the command set this at every call.
 _settings = {"debug": False}
@@ -137,6 +152,8 @@ def fit(
     epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
+    additive: Annotated[bool, typer.Option("--additive", help="A sum of columns instead.")] = False,
+    pairs: Annotated[int, typer.Option(help="With --additive: pairs of columns.", min=0)] = 0,
     delimiter: Delimiter = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same model.", min=0)] = 0,
     force: Force = False,
@@ -145,29 +162,37 @@ def fit(
     """Learn to predict one column of a table from the others.
 
     The task is found from the target unless it is given. `--drop` and `--categorical` may be given
-    several times. A table called - is read from standard input.
+    several times. A table called - is read from standard input. `--additive` fits a sum of functions
+    of single columns, and of at most so many pairs of them, instead of networks.
     """
     if out == STANDARD:
         raise typer.BadParameter("a model is a directory, so it has a name.", param_hint="--out")
     if task not in (None, "regression", "classification"):
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
+    if pairs and not additive:
+        raise typer.BadParameter("is for --additive only.", param_hint="--pairs")
     check_replaceable(out, force, "--force")
     frame = read_table(table, delimiter)
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
             raise TableError(f"has {len(frame)} rows; at least {_LEAST_ROWS} are needed.")
         schema = learn_schema(frame, target, task, drop or (), categorical or ())  # type: ignore[arg-type]
-        y, X = targets(frame, schema), inputs(frame, schema)
+        y, X = targets(frame, schema), (raw_inputs if additive else inputs)(frame, schema)
         del frame  # its texts take more memory than all that follows
         if schema.task == "classification" and len(np.unique(y)) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
-    kind = DAKClassifier if schema.task == "classification" else DAKRegressor
-    estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
+    has_classes = schema.task == "classification"
+    estimator: Any
+    if additive:
+        estimator = (DAKAdditiveClassifier if has_classes else DAKAdditiveRegressor)(pairs=pairs)
+    else:
+        kind = DAKClassifier if has_classes else DAKRegressor
+        estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
     if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
         _say(f"Learning `{target}` from {len(X)} rows ...")
     estimator.fit(X, y)
     extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
-    write_estimator(estimator, out, force, extra)
+    (write_additive if additive else write_estimator)(estimator, out, force, extra)
     if not quiet:
         _print_pairs(_facts(estimator, schema, extra) | {"saved to": out}, Console(stderr=True))
 
@@ -196,8 +221,8 @@ def predict(
     if out is not None and out != STANDARD:
         check_writable(out, force)
     estimator, schema, _ = _load(model, quiet)
-    X = _inputs(table, schema, delimiter, ignore_unknown)[1]
-    if isinstance(estimator, DAKRegressor):
+    X = _inputs(table, schema, delimiter, ignore_unknown, estimator)[1]
+    if is_regressor(estimator):
         prediction = estimator.predict_dist(X)
         lower, upper = prediction.interval(level)
         columns = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
@@ -239,14 +264,59 @@ def evaluate(
     if plot is not None:
         check_writable(plot, force)
     estimator, schema, _ = _load(model, quiet)
-    frame, X = _inputs(table, schema, delimiter, ignore_unknown)
+    frame, X = _inputs(table, schema, delimiter, ignore_unknown, estimator)
     with _naming(table):
         y = targets(frame, schema)
-        score = _score_regression if isinstance(estimator, DAKRegressor) else _score_classes
+        score = _score_regression if is_regressor(estimator) else _score_classes
         scores, draw = score(estimator, X, y)
     if plot is not None:
         _write_plot(draw, plot, force)
     _print_pairs({"rows": len(y)} | scores, Console(), as_json)
+
+
+@app.command()
+@_failing_clearly
+def explain(
+    model: ModelPath,
+    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with rows, or -.")],
+    out: Annotated[Path, typer.Option(help="The file for the page, such as page.html.")],
+    row: Annotated[int, typer.Option(help="The row to take apart; the first is 0.", min=0)] = 0,
+    delimiter: Delimiter = None,
+    ignore_unknown: Unknown = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a model has learned, on one HTML page that needs no network.
+
+    It has a curve with its band for every column, how much each matters, one row taken apart, and
+    the calibration, if the table has the target. A table called - is read from standard input.
+    """
+    if out == STANDARD:
+        raise typer.BadParameter("a page goes to a file.", param_hint="--out")
+    check_writable(out, force)
+    estimator, schema, _ = _load(model, quiet)
+    frame, X = _inputs(table, schema, delimiter, ignore_unknown, estimator)
+    with _naming(table):
+        if row >= len(frame):
+            raise TableError(f"has {len(frame)} rows; there is no row {row}, counted from 0.")
+        y = targets(frame, schema) if schema.target in frame.columns else None
+        if y is not None and not is_regressor(estimator):
+            y = estimator.classes_[_known_labels(estimator, y).numpy()]
+    options: dict[str, Any] = {"title": f"What predicts {schema.target}", "target": schema.target}
+    if type(estimator).__name__ in _ADDITIVE:
+        page = additive_page(estimator, X, y, row=row, **options)
+    else:
+        rows = frame[schema.columns]
+
+        def inputs_fn(part: pd.DataFrame) -> pd.DataFrame:
+            return inputs(part, schema, ignore_unknown)
+
+        page = dependence_page(estimator, rows, inputs_fn, y, row=row, **options)
+    write_whole(
+        out,
+        lambda temporary: temporary.write_text(page, encoding="utf-8"),
+        lambda: check_writable(out, force),
+    )
 
 
 @app.command()
@@ -261,6 +331,8 @@ def info(
 
 def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
     """What was learned, by name: `fit` prints it at its end, and `info` later."""
+    if type(estimator).__name__ in _ADDITIVE:
+        return _additive_facts(estimator, schema, extra)
     rows, best = estimator.history_.rows, estimator.history_.best_epoch
     facts = {
         "task": schema.task,
@@ -277,9 +349,27 @@ def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, A
     else:
         if score is not None:  # it lacks a constant, and is that of standardised targets
             score += 0.5 * math.log(2 * math.pi) + math.log(float(estimator.y_scale_[0]))
-        df = estimator.tail_df_
-        tails = "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
+        tails = _tails(estimator.tail_df_)
         facts |= {"held-out NLPD": score, "calibration": estimator.calibration_, "tails": tails}
+    return facts | {"pyro_dak": extra.get("version")}
+
+
+def _tails(df: float) -> str:
+    return "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
+
+
+def _additive_facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
+    """What an additive estimator has learned, by name."""
+    facts = {
+        "task": schema.task,
+        "target": schema.target,
+        "numeric columns": len(schema.medians),
+        "text columns": len(schema.categories),
+        "pairs of columns": len(estimator.term_names_) - estimator.n_features_in_,
+        "training rows": extra.get("num_rows"),
+    }
+    if schema.task == "regression":
+        facts |= {"noise": estimator.noise_scale_, "tails": _tails(estimator.tail_df_)}
     return facts | {"pyro_dak": extra.get("version")}
 
 
@@ -287,7 +377,7 @@ def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, A
 Evaluation = tuple[dict[str, float], Callable[[Any], Any]]
 
 
-def _score_regression(estimator: DAKRegressor, X: pd.DataFrame, y: Array) -> Evaluation:
+def _score_regression(estimator: Any, X: pd.DataFrame, y: Array) -> Evaluation:
     prediction = estimator.predict_dist(X)
     residuals = y - prediction.mean
     spread = float(np.sum((y - y.mean()) ** 2))
@@ -304,11 +394,17 @@ def _score_regression(estimator: DAKRegressor, X: pd.DataFrame, y: Array) -> Eva
     return scores, lambda ax: plot_coverage(pit, ax=ax)
 
 
-def _score_classes(estimator: DAKClassifier, X: pd.DataFrame, y: Array) -> Evaluation:
+def _known_labels(estimator: Any, y: Array) -> torch.Tensor:
+    """The numbers of the classes of targets, or an error if one was not there in training."""
     labels = torch.from_numpy(numbers_of_classes(y, estimator.classes_))
     unknown = sorted({str(label) for label in y[labels.numpy() < 0]})
     if unknown:
         raise TableError(f"target has classes that were not there in training: {unknown[:5]}.")
+    return labels
+
+
+def _score_classes(estimator: Any, X: pd.DataFrame, y: Array) -> Evaluation:
+    labels = _known_labels(estimator, y)
     probs = torch.from_numpy(estimator.predict_proba(X))
     at_label = probs.gather(-1, labels.unsqueeze(-1))
     scores = {
@@ -344,12 +440,16 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
     """The estimator, the schema of its table, and all that was stored with them."""
-    estimator, extra = read_estimator(model, _ESTIMATORS)
+    is_additive = stored_name(model) in _ADDITIVE
+    estimator, extra = (
+        read_additive(model, _ADDITIVE) if is_additive else read_estimator(model, _ESTIMATORS)
+    )
     if not extra or "table" not in extra:
         raise CheckpointError(
             f"{model}: was not written by `pyro-dak fit`, so its table is unknown."
         )
-    estimator.set_params(progress=_has_bars(quiet), device="auto")
+    if not is_additive:
+        estimator.set_params(progress=_has_bars(quiet), device="auto")
     try:
         return estimator, Schema.from_json(extra["table"]), extra
     except ValueError as error:
@@ -357,12 +457,14 @@ def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
 
 
 def _inputs(
-    path: Path, schema: Schema, delimiter: str | None, ignore_unknown: bool
+    path: Path, schema: Schema, delimiter: str | None, ignore_unknown: bool, estimator: Any
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A table, and its inputs as numbers."""
+    """A table, and its inputs as the estimator takes them: as numbers, or as they are."""
     frame = read_table(path, delimiter)
     with _naming(path):
-        return frame, inputs(frame, schema, ignore_unknown)
+        numbers = inputs(frame, schema, ignore_unknown)
+        is_additive = type(estimator).__name__ in _ADDITIVE
+        return frame, raw_inputs(frame, schema) if is_additive else numbers
 
 
 def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False) -> None:

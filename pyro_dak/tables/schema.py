@@ -17,7 +17,7 @@ from pyro_dak.tables.files import TableError
 from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
-__all__ = ["Schema", "inputs", "learn_schema", "numbers_of_classes", "targets"]
+__all__ = ["Schema", "inputs", "learn_schema", "numbers_of_classes", "raw_inputs", "targets"]
 
 Task = Literal["classification", "regression"]
 _MISSING = "(missing)"
@@ -200,12 +200,7 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
     each category of each text column. A category that was not seen in training is an error, or with
     `ignore_unknown` all zeros.
     """
-    lacking = [name for name in schema.columns if name not in table.columns]
-    if lacking:
-        raise TableError(
-            f"lacks {len(lacking)} columns of the training table: {_list(lacking)}; its columns "
-            f"are {_list(table.columns)}."
-        )
+    _check_columns(table, schema)
     numbers = {name: _numbers(table[name], name) for name in schema.medians}
     columns = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in schema.medians.items()]
     columns += [np.isnan(numbers[name]).astype(np.float64) for name in schema.with_missing]
@@ -223,6 +218,24 @@ def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) ->
         columns += [(codes == number).astype(np.float64) for number in range(len(known))]
         names += [f"{name}_{category}" for category in known]
     return pd.DataFrame(np.column_stack(columns), columns=names)
+
+
+def _check_columns(table: pd.DataFrame, schema: Schema) -> None:
+    """Raise if a table lacks columns of the schema."""
+    lacking = [name for name in schema.columns if name not in table.columns]
+    if lacking:
+        raise TableError(
+            f"lacks {len(lacking)} columns of the training table: {_list(lacking)}; its columns "
+            f"are {_list(table.columns)}."
+        )
+
+
+def raw_inputs(table: pd.DataFrame, schema: Schema) -> pd.DataFrame:
+    """The columns of the schema as they are: numbers, NaN where they are missing, and texts."""
+    _check_columns(table, schema)
+    numbers = {name: _numbers(table[name], name) for name in schema.medians}
+    texts = {name: _texts(table[name], name).to_numpy() for name in schema.categories}
+    return pd.DataFrame(numbers | texts)[schema.columns]
 
 
 def _looks_numeric(column: pd.Series, name: str) -> bool:

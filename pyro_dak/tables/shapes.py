@@ -18,26 +18,28 @@ from scipy import sparse
 from scipy.optimize import minimize
 from torch import Tensor
 
-from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import ExpectedDerivatives, FunctionMoments, sample_marginals
 from pyro_dak.inference.evidence import RegressionSums, evidence, linear_posterior
 from pyro_dak.model.likelihoods import BernoulliLikelihood, CategoricalLikelihood, Likelihood
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.terms import Column, PairTerm, Term
-from pyro_dak.training.loop import seeded
 
 __all__ = ["Posterior", "Rows", "choose_pairs", "fit_classes", "fit_numbers"]
 
 _CHUNK = 16_384
 # Steps of the optimiser: those of regression, and those of classes between two changes of q.
-_STEPS, _STEPS_OF_CLASSES = 100, 15
+_STEPS, _STEPS_OF_CLASSES = 300, 5
 _ROUNDS, _LAST_STEPS, _TOLERANCE = 12, 50, 1e-4
 # The standard deviation of the intercept of classes, and draws of f in their derivatives.
-_INTERCEPT_SCALE, _NUM_DRAWS = 5.0, 64
-_LOG_NOISE = (math.log(0.3), 2.0)
-# Logarithms of hyper-parameters stay between these.
-_BOUNDS = (-9.0, 6.0)
+_INTERCEPT_SCALE, _NUM_DRAWS = 5.0, 32
+# Mean and standard deviation of the log noise before the data are seen, and the least log noise,
+# below which sums over rows are not exact enough.
+_LOG_NOISE, _LEAST_LOG_NOISE = (math.log(0.3), 2.0), -6.0
+# Logarithms of hyper-parameters stay between these, and are rounded, so that rounding errors of sums
+# over rows do not show.
+_BOUNDS, _DECIMALS = (-9.0, 6.0), 2
 # Scales at which pairs are tried, the rows that they are tried on, and the least gain in nats.
-_PAIR_SCALES, _PAIR_ROWS, _LEAST_GAIN = (0.05, 0.15, 0.5), 20_000, 3.0
+_PAIR_SCALES, _PAIR_ROWS, _LEAST_GAIN = (0.05, 0.15, 0.5), 20_000, 0.5
 _CANDIDATES = 4
 
 
@@ -177,9 +179,12 @@ def _maximise(
         z = (x - means) / stds
         return 0.5 * z @ z - sum(e.value for e in found), z / stds - gradient
 
-    options = {"maxiter": max_steps}
+    options = {"maxiter": max_steps, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-6}
     bounds = [_BOUNDS] * len(theta)
-    found = minimize(loss, theta, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    if has_noise:
+        bounds[-1] = (_LEAST_LOG_NOISE, _BOUNDS[1])
+    result = minimize(loss, theta, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    found = result.x.round(_DECIMALS)
     return (found[:-1], float(found[-1])) if has_noise else (found, 0.0)
 
 
@@ -262,8 +267,7 @@ def _natural_step(
     """q after a step, the sums of the pseudo-targets, and residuals and curvatures of the rows."""
     mean, var = q.moments(rows.columns)
     moments = FunctionMoments(torch.from_numpy(mean), torch.from_numpy(var))
-    with seeded(0, torch.device("cpu")), torch.no_grad():
-        g, k = likelihood.expected_derivatives(y, moments, num_samples=_NUM_DRAWS)
+    g, k = _derivatives(y, moments, likelihood)
     curvature = np.maximum(k.numpy(), 1e-10)
     residual = g.numpy() / curvature
     roots = [torch.full((1, 1), _INTERCEPT_SCALE, dtype=torch.float64), *_roots(q.terms, q.theta)]
@@ -280,6 +284,23 @@ def _natural_step(
     return after, all_sums, (residual, curvature)
 
 
+def _derivatives(
+    y: Tensor, moments: FunctionMoments, likelihood: Likelihood
+) -> ExpectedDerivatives:
+    """Expected gradient and curvature of log p(y | f) for each row, `(N, F)` each.
+
+    Those of several classes, 1{y = c} - E p_c and E p_c (1 - p_c), are means over draws that all
+    rows share, each with its mirror image, so that a row of weight two counts as two rows do.
+    """
+    if isinstance(likelihood, BernoulliLikelihood):
+        return likelihood.expected_derivatives(y, moments)
+    generator = torch.Generator().manual_seed(0)
+    draws = sample_marginals(moments, _NUM_DRAWS, generator)
+    p = torch.cat([draws, 2 * moments.mean - draws]).softmax(-1)
+    one_hot = torch.nn.functional.one_hot(y, p.shape[-1])
+    return ExpectedDerivatives(one_hot - p.mean(0), (p * (1 - p)).mean(0))
+
+
 def choose_pairs(
     table: Sequence[Column],
     rows: Rows,
@@ -293,7 +314,7 @@ def choose_pairs(
 
     A candidate is worth the evidence that its term adds to residuals `(N, F)` which have these
     precisions, at the best of a few scales. The best one is taken, its posterior mean is subtracted
-    from the residuals, and so on, until `number` are taken or none adds three nats.
+    from the residuals, and so on, until `number` are taken or none adds half a nat.
     """
     chosen: list[PairTerm] = []
     N = len(rows.weights)
