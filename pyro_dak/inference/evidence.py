@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 __all__ = ["Evidence", "LinearPosterior", "RegressionSums", "evidence", "linear_posterior"]
@@ -61,16 +60,14 @@ class _Whitened(NamedTuple):
 
 
 def linear_posterior(
-    sums: RegressionSums, roots: Sequence[Float[Tensor, "k z"]], noise_scale: float
+    sums: RegressionSums, roots: Sequence[Tensor], noise_scale: float
 ) -> LinearPosterior:
     """The exact posterior of the weights, for priors N(0, R R^T) of the terms, one root R each."""
     _, solved, projected = _whitened(sums, roots, noise_scale)
     return LinearPosterior(solved.mT @ projected / noise_scale**2, solved)
 
 
-def evidence(
-    sums: RegressionSums, roots: Sequence[Float[Tensor, "k z"]], noise_scale: float
-) -> Evidence:
+def evidence(sums: RegressionSums, roots: Sequence[Tensor], noise_scale: float) -> Evidence:
     """The log evidence with its gradient.
 
     With r = (b - G m) / s^2 and Q = (G - G S G / s^2) / s^2, the derivative by C is

@@ -24,7 +24,7 @@ from pyro_dak.tables.base import scales
 from pyro_dak.tables.kinds import as_frame, learn_columns, read_columns
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, fit_student
 from pyro_dak.tables.shapes import Posterior, Rows, choose_pairs, fit_classes, fit_numbers
-from pyro_dak.tables.terms import CategoryTerm, Column, NumberTerm, PairTerm, Term
+from pyro_dak.tables.terms import CategoryTerm, Column, Hats, NumberTerm, PairTerm, Term
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.validation import check_integer, check_probability
 
@@ -143,12 +143,12 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         A row counts as often as `sample_weight` says, `(N,)`; by default once. If `fit` fails, the
         estimator stays as it was.
         """
-        before = dict(vars(self))
+        before = dict(self.__dict__)
         try:
             self._fit(X, y, sample_weight)
         except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__.clear()
+            self.__dict__.update(before)
             raise
         return self
 
@@ -262,7 +262,8 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
             if pairs:
                 self._learn(rows, y, terms, self.posterior_)
             return
-        most = math.ceil(_PAIRS_PER_COLUMN * len(columns)) if self.pairs == "auto" else self.pairs
+        is_auto = isinstance(self.pairs, str)
+        most = math.ceil(_PAIRS_PER_COLUMN * len(columns)) if is_auto else int(self.pairs or 0)
         chosen: list[PairTerm] = []
         for _ in range(_PAIR_ROUNDS):
             if not most or len(chosen) >= most:
@@ -335,7 +336,9 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         if isinstance(term, NumberTerm):
             if grid is None:
                 ends = term.hats.knots[[0, -1]]
-                grid = np.unique(np.concatenate([np.linspace(*ends, num_points), term.hats.knots]))
+                grid = np.unique(
+                    np.concatenate([np.linspace(ends[0], ends[1], num_points), term.hats.knots])
+                )
             grid = check_array(grid, ensure_2d=False, dtype=np.float64, input_name="grid")
             mean, std = self._term_moments(index, {index: np.append(grid, np.nan)})
             missing = mean[-1], std[-1]
@@ -360,7 +363,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         grids = []
         for basis, index in zip(term.bases, term.columns, strict=True):
             known = self.categories_[index]
-            numbers = basis.knots if known is None else np.arange(len(known), dtype=np.float64)
+            numbers = basis.knots if isinstance(basis, Hats) else np.arange(len(known or ())) * 1.0
             grids.append((numbers, numbers if known is None else np.array(known, dtype=object)))
         codes = np.meshgrid(grids[0][0], grids[1][0], indexing="ij")
         values = {first: codes[0].ravel(), second: codes[1].ravel()}
@@ -388,9 +391,8 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         stds = self._unit * np.stack([std for _, std in parts], 1)
         intercept = self._intercept()
         prediction = intercept + means.sum(1)
-        drop = self._drop
-        parts = drop(intercept), drop(means), drop(stds), drop(prediction)
-        return Explanation(list(self.term_names_), *parts)
+        arrays = [self._drop(array) for array in (intercept, means, stds, prediction)]
+        return Explanation(list(self.term_names_), *arrays)
 
     def _intercept(self) -> Array:
         """The prediction without all terms, `(F,)`."""

@@ -81,6 +81,7 @@ def _plain(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(term: Term) -> tuple[dict[str, Any], dict[str, Array]]:
     """A term as plain values and arrays."""
+    values: dict[str, Any]
     if isinstance(term, NumberTerm):
         values = {"kind": "number", "columns": list(term.columns)}
         values |= {"loc": term.loc, "scale": term.scale}
@@ -165,8 +166,8 @@ def _term(
         bases.append(_hats(own[f"knots_{k}"], own[f"ranks_{k}"]) if is_number else _levels(known))
     first, second = bases
     sizes = (first.size, second.size, first.size * second.size)
-    means = tuple(_means(own[f"means_{k}"], size) for k, size in enumerate(sizes))
-    return PairTerm(columns, (first, second), means)
+    means = [_means(own[f"means_{k}"], size) for k, size in enumerate(sizes)]
+    return PairTerm(columns, (first, second), (means[0], means[1], means[2]))
 
 
 def _hats(knots: Array, ranks: Array) -> Hats:

@@ -162,8 +162,8 @@ def fit(
     """Learn to predict one column of a table from the others.
 
     The task is found from the target unless it is given. `--drop` and `--categorical` may be given
-    several times. A table called - is read from standard input. `--additive` fits a sum of functions
-    of single columns, and of at most so many pairs of them, instead of networks.
+    several times. A table called - is read from standard input. `--additive` fits a sum of
+    functions of single columns, and of at most so many pairs of them, instead of networks.
     """
     if out == STANDARD:
         raise typer.BadParameter("a model is a directory, so it has a name.", param_hint="--out")

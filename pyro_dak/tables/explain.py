@@ -39,7 +39,8 @@ _STYLE = """
 :root { --ink: #24292f; --muted: #57606a; --line: #d0d7de; --shade: #f6f8fa; --accent: #1b4965; }
 * { box-sizing: border-box; }
 body { margin: 0; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: var(--ink); }
-header { padding: 1.4rem 2rem 1rem; border-bottom: 1px solid var(--line); background: var(--shade); }
+header { padding: 1.4rem 2rem 1rem; border-bottom: 1px solid var(--line);
+  background: var(--shade); }
 h1 { margin: 0 0 .3rem; font-size: 1.5rem; overflow-wrap: anywhere; }
 header p, .note { margin: .2rem 0; color: var(--muted); max-width: 60rem; overflow-wrap: anywhere; }
 main { padding: 0 2rem 3rem; max-width: 84rem; }
@@ -368,7 +369,10 @@ def _calibrate(page: Page, prediction: Any, y: Any, estimator: Any) -> None:
             "coverage of 95 % intervals": float(np.mean((y >= lower) & (y <= upper))),
         }
         page.calibration.append(
-            ("Coverage against the level of intervals.", _picture(lambda ax: plot_coverage(pit, ax)))
+            (
+                "Coverage against the level of intervals.",
+                _picture(lambda ax: plot_coverage(pit, ax)),
+            )
         )
         page.calibration.append(
             ("PIT values; flat if right.", _picture(lambda ax: plot_pit(pit, ax=ax)))
@@ -383,7 +387,10 @@ def _calibrate(page: Page, prediction: Any, y: Any, estimator: Any) -> None:
         "Brier score": float(brier_score(labels, probs)),
     }
     page.calibration.append(
-        ("Accuracy against confidence.", _picture(lambda ax: plot_reliability(labels, probs, ax=ax)))
+        (
+            "Accuracy against confidence.",
+            _picture(lambda ax: plot_reliability(labels, probs, ax=ax)),
+        )
     )
 
 
@@ -404,7 +411,9 @@ def _overall(values: Array) -> Array:
 
 
 def _named(name: Any) -> str:
-    return " × ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+    return (
+        " \N{MULTIPLICATION SIGN} ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+    )
 
 
 def _texts(column: pd.Series) -> Array:
@@ -490,7 +499,9 @@ def _draw_map(ax: Any, panel: Panel) -> None:
     """A map of the values of a pair over the numbers of their grids."""
     mean = panel.lines[0].mean
     largest = max(float(np.abs(mean).max()), 1e-300)
-    mesh = ax.imshow(mean.T, origin="lower", aspect="auto", cmap="RdBu_r", vmin=-largest, vmax=largest)
+    mesh = ax.imshow(
+        mean.T, origin="lower", aspect="auto", cmap="RdBu_r", vmin=-largest, vmax=largest
+    )
     ax.figure.colorbar(mesh, ax=ax)
     for axis, grid in zip((ax.xaxis, ax.yaxis), panel.grid, strict=True):
         places = np.unique(np.linspace(0, len(grid) - 1, 5).round().astype(int))
@@ -540,7 +551,9 @@ def render(page: Page) -> str:
             sections.append(_table([(name, _number(v)) for name, v in page.scores.items()]))
         sections.append("<div class='grid'>")
         for caption, picture in page.calibration:
-            sections.append(f"<figure><h3>{escape(caption)}</h3>{_image(picture, caption)}</figure>")
+            sections.append(
+                f"<figure><h3>{escape(caption)}</h3>{_image(picture, caption)}</figure>"
+            )
         sections.append("</div>")
     if page.row is not None:
         heading, lines = page.row
@@ -568,7 +581,9 @@ def _panel_html(panel: Panel, unit: str) -> str:
 
 
 def _image(data: bytes, alt: str) -> str:
-    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+    return (
+        f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+    )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -52,7 +52,9 @@ def learn_columns(
     return result
 
 
-def read_columns(table: pd.DataFrame | Array, categories: Sequence[list[str] | None]) -> list[Array]:
+def read_columns(
+    table: pd.DataFrame | Array, categories: Sequence[list[str] | None]
+) -> list[Array]:
     """The columns of another table as numbers, or as codes of the known categories."""
     pairs = zip(_named(table), categories, strict=True)
     return [
@@ -75,7 +77,7 @@ def _is_categorical(column: Any) -> bool:
     kind = column.dtype
     if isinstance(kind, pd.CategoricalDtype):
         return True
-    if not (kind == object or pd.api.types.is_string_dtype(kind)):
+    if not (pd.api.types.is_object_dtype(kind) or pd.api.types.is_string_dtype(kind)):
         return False
     return not column.dropna().map(lambda value: isinstance(value, int | float | np.number)).all()
 
@@ -90,7 +92,8 @@ def _numbers(column: Any, name: Any) -> Array:
         if pd.api.types.is_timedelta64_dtype(column.dtype):
             column = column.dt.total_seconds() / _SECONDS_OF_A_DAY
         try:
-            column = column.astype("Float64" if column.dtype == object else column.dtype)
+            if pd.api.types.is_object_dtype(column.dtype):
+                column = column.astype("Float64")
             column = column.to_numpy(dtype=np.float64, na_value=np.nan)
         except (TypeError, ValueError) as error:
             raise ValueError(

@@ -10,7 +10,8 @@ maximum of evidence times their priors.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,8 @@ _INTERCEPT_SCALE, _NUM_DRAWS = 5.0, 32
 # Mean and standard deviation of the log noise before the data are seen, and the least log noise,
 # below which sums over rows are not exact enough.
 _LOG_NOISE, _LEAST_LOG_NOISE = (math.log(0.3), 2.0), -6.0
-# Logarithms of hyper-parameters stay between these, and are rounded, so that rounding errors of sums
-# over rows do not show.
+# Logarithms of hyper-parameters stay between these, and are rounded, so that rounding errors of
+# sums over rows do not show.
 _BOUNDS, _DECIMALS = (-9.0, 6.0), 2
 # Scales at which pairs are tried, the rows that they are tried on, and the least gain in nats.
 _PAIR_SCALES, _PAIR_ROWS, _LEAST_GAIN = (0.05, 0.15, 0.5), 20_000, 0.5
@@ -77,7 +78,7 @@ class Posterior:
     def parts(self) -> list[slice]:
         """Where the weights of each term are."""
         ends = np.cumsum([1, *(term.size for term in self.terms)])
-        return [slice(*pair) for pair in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+        return [slice(*pair) for pair in pairwise(ends.tolist())]
 
     def own_theta(self) -> list[Array]:
         """The hyper-parameters of each term."""
@@ -90,8 +91,9 @@ class Posterior:
             phi = _design(self.terms, chunk)
             means.append(phi @ self.mean.T)
             var = np.stack([np.square(phi @ root.T).sum(-1) for root in self.root], -1)
-            lost = [t.lost_variance(chunk, o) for t, o in zip(self.terms, self.own_theta())]
-            variances.append(var + sum(lost)[:, None])
+            for term, own in zip(self.terms, self.own_theta(), strict=True):
+                var = var + term.lost_variance(chunk, own)[:, None]
+            variances.append(var)
         return np.concatenate(means), np.concatenate(variances)
 
     def term_moments(self, index: int, columns: Sequence[Array]) -> tuple[Array, Array]:
@@ -112,10 +114,10 @@ class Posterior:
         return self.mean[:, part] + np.einsum("sfz,fzk->sfk", noise, self.root[:, :, part])
 
 
-def _split(theta: Array | Tensor, terms: Sequence[Term]) -> list[Array]:
-    """The hyper-parameters of each term."""
+def _split(theta: Any, terms: Sequence[Term]) -> list[Any]:
+    """The hyper-parameters of each term, from an array or a tensor of all."""
     ends = np.cumsum([0, *(len(term.priors) for term in terms)]).tolist()
-    return [theta[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    return [theta[start:end] for start, end in pairwise(ends)]
 
 
 def _design(terms: Sequence[Term], columns: Sequence[Array]) -> sparse.csr_array:
@@ -126,7 +128,8 @@ def _design(terms: Sequence[Term], columns: Sequence[Array]) -> sparse.csr_array
 
 def _sums(rows: Rows, terms: Sequence[Term], y: Array, weights: Array) -> RegressionSums:
     """The sums of weighted rows over the whole design, in chunks."""
-    gram, projection = 0.0, 0.0
+    gram: Any = 0.0
+    projection: Any = 0.0
     for part, columns in rows.chunks():
         phi = _design(terms, columns)
         weighted = phi.multiply(weights[part, None]).tocsr()
@@ -138,10 +141,14 @@ def _sums(rows: Rows, terms: Sequence[Term], y: Array, weights: Array) -> Regres
     )
 
 
-def _prior_of(terms: Sequence[Term]) -> tuple[Array, Array]:
-    """Means and standard deviations of the logarithms of all hyper-parameters."""
+def _prior_of(terms: Sequence[Term], unit: float) -> tuple[Array, Array]:
+    """Means and standard deviations of the logarithms of all hyper-parameters.
+
+    `unit` is the size of the function, by which the prior of scales is multiplied.
+    """
     priors = [prior for term in terms for prior in term.priors]
-    return np.array([p.mean for p in priors]), np.array([p.std for p in priors])
+    means = np.array([p.mean + p.is_scale * math.log(unit) for p in priors])
+    return means, np.array([p.std for p in priors])
 
 
 def _maximise(
@@ -150,15 +157,16 @@ def _maximise(
     theta: Array,
     log_noise: float | None,
     max_steps: int,
+    unit: float = 1.0,
 ) -> tuple[Array, float]:
     """The hyper-parameters and the log noise at the maximum of the evidence times their priors.
 
     Several sums share the hyper-parameters, as functions of classes do. Without `log_noise` the
     noise is 1 and the sums hold the intercept, whose prior is normal.
     """
-    means, stds = _prior_of(terms)
+    means, stds = _prior_of(terms, unit)
     has_noise = log_noise is not None
-    if has_noise:
+    if log_noise is not None:
         means, stds = np.append(means, _LOG_NOISE[0]), np.append(stds, _LOG_NOISE[1])
         theta = np.append(theta, log_noise)
     first = [] if has_noise else [torch.full((1, 1), _INTERCEPT_SCALE, dtype=torch.float64)]
@@ -173,11 +181,11 @@ def _maximise(
         covariances = [term.covariance(part) for term, part in zip(terms, own, strict=True)]
         by_blocks = [sum(blocks) for blocks in zip(*(e.by_blocks for e in found), strict=True)]
         pairs = zip(by_blocks[len(first) :], covariances, strict=True)
-        sum((block * C).sum() for block, C in pairs).backward()
+        torch.stack([(block * C).sum() for block, C in pairs]).sum().backward()
         gradient = np.zeros_like(x) if point.grad is None else point.grad.numpy().copy()
         gradient[-1] += sum(e.by_log_noise for e in found) if has_noise else 0.0
         z = (x - means) / stds
-        return 0.5 * z @ z - sum(e.value for e in found), z / stds - gradient
+        return float(0.5 * z @ z) - sum(e.value for e in found), z / stds - gradient
 
     options = {"maxiter": max_steps, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-6}
     bounds = [_BOUNDS] * len(theta)
@@ -202,9 +210,7 @@ def fit_numbers(
     """
     sums = _sums(rows, terms, y, rows.weights)
     inner = RegressionSums(sums.gram[1:, 1:], sums.projection[1:], sums.total, sums.num_rows)
-    theta, log_noise = _maximise(
-        terms, [inner], _first_theta(terms, start), _LOG_NOISE[0], _STEPS
-    )
+    theta, log_noise = _maximise(terms, [inner], _first_theta(terms, start), _LOG_NOISE[0], _STEPS)
     noise = math.exp(log_noise)
     mean, root = linear_posterior(inner, _roots(terms, theta), noise)
     # The intercept has mean 0, because targets do, and variance s^2 / n.
@@ -213,8 +219,9 @@ def fit_numbers(
     return Posterior(list(terms), theta, mean.numpy()[None], root.numpy()[None]), noise
 
 
-def _first_theta(terms: Sequence[Term], start: Posterior | None) -> Array:
-    theta = _prior_of(terms)[0]
+def _first_theta(terms: Sequence[Term], start: Posterior | None, unit: float = 1.0) -> Array:
+    """The means of the priors, or the hyper-parameters of `start` for the terms that it has."""
+    theta = _prior_of(terms, unit)[0]
     if start is not None:
         theta[: len(start.theta)] = start.theta
     return theta
@@ -232,13 +239,14 @@ def fit_classes(
     F = 1 if num_classes == 2 else num_classes
     likelihood = BernoulliLikelihood() if F == 1 else CategoricalLikelihood()
     y = torch.from_numpy(labels.astype(np.float64)[:, None] if F == 1 else labels)
-    theta = _first_theta(terms, start)
+    unit = likelihood.prior_scale
+    theta = _first_theta(terms, start, unit)
     posterior = _with_prior(terms, theta, F)
     for _ in range(_ROUNDS):
         before = theta
         for _ in range(3):
             posterior, all_sums, sites = _natural_step(rows, y, likelihood, posterior)
-        theta, _ = _maximise(terms, all_sums, theta, None, _STEPS_OF_CLASSES)
+        theta, _ = _maximise(terms, all_sums, theta, None, _STEPS_OF_CLASSES, unit)
         posterior = Posterior(list(terms), theta, posterior.mean, posterior.root)
         if np.abs(theta - before).max() < 0.05:
             break

@@ -27,7 +27,7 @@ they hold only what the columns do not say by themselves.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,14 +63,18 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prior:
-    """Where a logarithm of a hyper-parameter lies before the data are seen."""
+    """Where a logarithm of a hyper-parameter lies before the data are seen.
+
+    Scales are in units of the function: the standard deviation of the target, or log odds.
+    """
 
     mean: float
     std: float
+    is_scale: bool = False
 
 
-_SCALE = _Prior(np.log(0.3), 1.5)
-_SLOPE = _Prior(np.log(0.1), 1.5)
+_SCALE = _Prior(np.log(0.3), 1.5, is_scale=True)
+_SLOPE = _Prior(np.log(0.1), 1.5, is_scale=True)
 _RANK_LENGTH = _Prior(np.log(0.5), 1.0)
 _LENGTH = _Prior(np.log(2.0), 0.7)
 
@@ -86,6 +90,14 @@ def _measure(values: Array, weights: Array) -> tuple[Array, Array]:
     shares = np.bincount(inverse, weights, minlength=len(distinct))
     shares = 0.5 * shares / shares.sum() + 0.5 / len(distinct)
     return distinct, np.cumsum(shares) - 0.5 * shares
+
+
+def _known(values: Array, weights: Array) -> tuple[Array, Array]:
+    """The numbers that are not missing, with shares of their weight; a zero if all are missing."""
+    is_there = ~np.isnan(values)
+    if not is_there.any():
+        return np.zeros(1), np.ones(1)
+    return values[is_there], weights[is_there] / weights[is_there].sum()
 
 
 def rank_knots(values: Array, weights: Array, most: int) -> tuple[Array, Array]:
@@ -174,7 +186,7 @@ class Term:
     """A function of one column, or of two, in a basis with a Gaussian prior.
 
     `columns` are the numbers of its columns in the table, and `priors` are those of the logarithms
-    of its hyper-parameters, in units of the target's standard deviation.
+    of its hyper-parameters.
     """
 
     columns: tuple[int, ...]
@@ -221,8 +233,7 @@ class NumberTerm(Term):
     @classmethod
     def of(cls, index: int, values: Array, weights: Array, num_knots: int) -> "NumberTerm":
         """The term of a column with at most so many knots."""
-        is_there = ~np.isnan(values)
-        known, shares = values[is_there], weights[is_there] / weights[is_there].sum()
+        known, shares = _known(values, weights)
         hats = Hats(*rank_knots(known, shares, num_knots))
         size = max(float(np.abs(known).max()), 1e-300)
         loc = float(shares @ (known / size)) * size
@@ -321,19 +332,18 @@ class PairTerm(Term):
         cls, indices: tuple[int, int], columns: Sequence[Column], weights: Array, num_knots: int
     ) -> "PairTerm":
         """The term of two columns with at most so many knots in each."""
-        bases, designs = [], []
+        bases: list[Basis] = []
+        designs: list[sparse.csr_array] = []
         for index in indices:
             values, categories = columns[index]
             if categories is None:
-                is_there = ~np.isnan(values)
-                hats = rank_knots(values[is_there], weights[is_there], num_knots)
-                bases.append(Hats(*hats))
+                bases.append(Hats(*rank_knots(*_known(values, weights), num_knots)))
             else:
                 bases.append(Levels(categories))
             designs.append(bases[-1].design(values))
         products = _products(*designs)
         means = [_means(design, weights) for design in (*designs, products)]
-        return cls(indices, tuple(bases), tuple(means))
+        return cls(indices, (bases[0], bases[1]), (means[0], means[1], means[2]))
 
     @property
     def size(self) -> int:
