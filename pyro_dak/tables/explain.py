@@ -74,6 +74,7 @@ class Panel:
         grid: numbers `(G,)`, categories `(G,)`, or two of them for a map.
         lines: the curves; for a map there is one, whose mean is `(G_a, G_b)`.
         data: the values of the table, for the histogram; those of categories as texts.
+        axes: the names of the two columns of a map.
         note: a further sentence.
     """
 
@@ -81,6 +82,7 @@ class Panel:
     grid: Any
     lines: list[Line]
     data: Array | None = None
+    axes: tuple[str, str] | None = None
     note: str = ""
 
 
@@ -95,6 +97,7 @@ class Page:
         panels: one for each column.
         about_panels: a sentence that says what curves and bands are.
         importances: names, values and their standard deviations, or None.
+        about_importances: a sentence that says what these are.
         scores: scores by name.
         calibration: captions and pictures of the calibration.
         row: the heading of the row that is taken apart, and lines of the table: the name of the
@@ -108,6 +111,7 @@ class Page:
     panels: list[Panel]
     about_panels: str
     importances: tuple[list[str], Array, Array | None]
+    about_importances: str
     scores: dict[str, float] = field(default_factory=dict)
     calibration: list[tuple[str, bytes]] = field(default_factory=list)
     row: tuple[str, list[tuple[str, str, float, float | None]]] | None = None
@@ -153,6 +157,8 @@ def additive_page(
         f"Each term in units of {unit}, less its mean over the training rows, with its 95 % band. "
         "Grey bars are a histogram of this table.",
         (names, _overall(estimator.importances_), _overall(estimator.importances_std_)),
+        f"The standard deviation of each term over the training rows, in units of {unit}, with 95 % "
+        "of its posterior.",
     )
     if len(labels) > len(chosen):
         page.facts.append(f"Curves are shown for {len(chosen)} of {len(labels)} classes.")
@@ -173,7 +179,9 @@ def _additive_panel(
     else:
         lines = [Line(labels[c], *(part[..., c] for part in parts)) for c in chosen]
     if isinstance(name, tuple):
-        return Panel(_named(name), shape.grid, lines[:1], note=_note_of_map(lines))
+        note = "" if lines[0].label is None else f"Class {lines[0].label}."
+        axes = str(name[0]), str(name[1])
+        return Panel(_named(name), shape.grid, lines[:1], axes=axes, note=note)
     column = table.iloc[:, estimator.term_names_.index(name)]
     if shape.missing is None:
         return Panel(_named(name), shape.grid, lines, _texts(column))
@@ -182,11 +190,7 @@ def _additive_panel(
     if np.isnan(data).any() and len(labels) == 1:
         mean, std = shape.missing
         note = f"Where it is missing: {mean:.3g} ± {1.96 * std:.2g}."
-    return Panel(_named(name), shape.grid, lines, data[~np.isnan(data)], note)
-
-
-def _note_of_map(lines: list[Line]) -> str:
-    return "" if lines[0].label is None else f"Class {lines[0].label}."
+    return Panel(_named(name), shape.grid, lines, data[~np.isnan(data)], note=note)
 
 
 def _additive_row(
@@ -267,6 +271,7 @@ def dependence_page(
         f"Partial dependence: the mean {unit} of {len(background)} rows if all had this value. The "
         f"band is {band}. Grey bars are a histogram of this table.",
         (names, np.array(spreads), None),
+        f"The standard deviation of each curve below, in units of {unit}.",
     )
     if len(labels) > len(chosen):
         page.facts.append(f"Curves are shown for {len(chosen)} of {len(labels)} classes.")
@@ -360,7 +365,7 @@ def _calibrate(page: Page, prediction: Any, y: Any, estimator: Any) -> None:
     if y is None:
         return
     if is_regressor(estimator):
-        y = np.asarray(y, dtype=np.float64)
+        y = np.array(y, dtype=np.float64)
         pit = torch.from_numpy(np.asarray(prediction.cdf(y)))
         lower, upper = prediction.interval(0.95)
         page.scores = {
@@ -491,7 +496,9 @@ def _draw_categories(ax: Any, panel: Panel, unit: str) -> None:
         label = None if line.label is None else _short(line.label)
         style = {"fmt": "o", "ms": 4, "lw": 1.4, "color": color, "label": label}
         ax.errorbar(places + shift, mean, np.maximum(errors, 0), **style)
-    ax.set_xticks(places, names, rotation=40 if len(names) > 4 else 0, ha="right", fontsize=8)
+    is_many = len(names) > 4
+    ax.set_xticks(places, names, rotation=40 if is_many else 0, ha="right" if is_many else "center")
+    ax.margins(x=0.12)
     _finish(ax, panel, unit)
 
 
@@ -509,6 +516,9 @@ def _draw_map(ax: Any, panel: Panel) -> None:
         labels = [_short(grid[k]) if is_text else f"{grid[k]:.3g}" for k in places]
         axis.set_ticks(places, labels)
     _plain(ax)
+    if panel.axes is not None:
+        ax.set_xlabel(_short(panel.axes[0]), color=_MUTED, fontsize=9)
+        ax.set_ylabel(_short(panel.axes[1]), color=_MUTED, fontsize=9)
 
 
 def _finish(ax: Any, panel: Panel, unit: str) -> None:
@@ -537,8 +547,7 @@ def render(page: Page) -> str:
     bars = _picture(lambda ax: _draw_importances(ax, names, values, stds), (6.5, height))
     sections = [
         "<h2>Importances</h2>",
-        "<p class='note'>The standard deviation of each term over the rows, in units of "
-        f"{escape(page.unit)}.</p>",
+        f"<p class='note'>{escape(page.about_importances)}</p>",
         _image(bars, "Importances"),
         f"<h2>Columns</h2>\n<p class='note'>{escape(page.about_panels)}</p>",
         "<div class='grid'>",
