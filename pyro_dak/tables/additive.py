@@ -35,6 +35,8 @@ _LEVEL, _MAX_WEIGHTS = 5, 1_200
 # Pairs that `pairs="auto"` may take for each column, the columns that are tried at most, and how
 # often pairs are chosen, by what earlier ones leave over.
 _PAIRS_PER_COLUMN, _MAX_TRIED, _PAIR_ROUNDS = 1.0, 30, 3
+# More weights than these, of a pair or of all terms, take too long: the cost is their number cubed.
+_MAX_PAIR_WEIGHTS, _MOST_WEIGHTS = 1_000, 6_000
 # The number of draws of f in class probabilities, and of terms in the error of importances.
 _NUM_DRAWS, _NUM_TERM_DRAWS = 64, 200
 # More rows than this hardly change the tails.
@@ -173,7 +175,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         is_used = weights > 0
         table, y, weights = table[is_used], y[is_used], weights[is_used]
         y = self._set_targets(y, weights)
-        columns = learn_columns(table, *self._categorical())
+        columns = learn_columns(table, self._categorical())
         self.categories_ = [column.categories for column in columns]
         rows = Rows([column.values for column in columns], weights)
         self._fit_terms(columns, rows, y)
@@ -224,8 +226,8 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
             f"`{column}` is no column: expected a number below {len(names)}, or one of {shown}."
         )
 
-    def _categorical(self) -> tuple[list[int], bool]:
-        """The columns that are said to be categories, and whether their types say so, too."""
+    def _categorical(self) -> list[int]:
+        """The columns that are said to be categories; the types of others may say so, too."""
         given = self.categorical_features
         if isinstance(given, str):
             if given != "from_dtype":
@@ -233,50 +235,65 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
                     '`categorical_features` must be "from_dtype", None or a list of columns; got '
                     f"{given!r}."
                 )
-            return [], True
+            return []
         given = [] if given is None else list(given)
         if given and all(isinstance(entry, bool | np.bool_) for entry in given):
             given = np.flatnonzero(given).tolist()
-        return [self._index(column) for column in given], True
+        return [self._index(column) for column in given]
 
     def _fit_terms(self, columns: list[Column], rows: Rows, y: Array) -> None:
-        """Fit a term of each column, then pairs, until there are enough of them."""
-        num_numbers = sum(column.categories is None for column in columns)
+        """Fit a term of each column and of the pairs that are given, or choose pairs then."""
+        terms = self._terms(columns, rows.weights)
+        is_given = not isinstance(self.pairs, str | int | np.integer | None)
+        if is_given:
+            pairs = _checked_pairs([[self._index(c) for c in pair] for pair in self.pairs])
+            knots = 2**self.pair_level - 1
+            terms += [PairTerm.of(pair, columns, rows.weights, knots) for pair in pairs]
+        _check_size(terms)
+        left_over = self._learn(rows, y, terms)
+        if isinstance(self.pairs, str):
+            self._add_pairs(
+                columns, rows, y, left_over, math.ceil(_PAIRS_PER_COLUMN * len(columns))
+            )
+        elif not is_given and self.pairs:
+            self._add_pairs(columns, rows, y, left_over, int(self.pairs))
+
+    def _terms(self, columns: list[Column], weights: Array) -> list[Term]:
+        """A term of each column. By default many columns, or few rows, have fewer knots."""
         level = self.level
         if level is None:
-            level, most_weights = _LEVEL, min(_MAX_WEIGHTS, max(200, rows.weights.sum() / 2))
-            while level > 2 and num_numbers * (2**level + 1) > most_weights:
+            number = sum(column.categories is None for column in columns)
+            level, most = _LEVEL, min(_MAX_WEIGHTS, max(200, weights.sum() / 2))
+            while level > 2 and number * (2**level + 1) > most:
                 level -= 1
-        weights = rows.weights
-        terms: list[Term] = [
+        return [
             NumberTerm.of(j, column.values, weights, 2**level - 1)
             if column.categories is None
             else CategoryTerm.of(j, column, weights)
             for j, column in enumerate(columns)
         ]
-        residual, precision = self._learn(rows, y, terms)
-        knots = 2**self.pair_level - 1
-        if not isinstance(self.pairs, str | int | np.integer) and self.pairs is not None:
-            pairs = _checked_pairs([[self._index(c) for c in pair] for pair in self.pairs])
-            terms += [PairTerm.of(pair, columns, weights, knots) for pair in pairs]
-            if pairs:
-                self._learn(rows, y, terms, self.posterior_)
-            return
-        is_auto = isinstance(self.pairs, str)
-        most = math.ceil(_PAIRS_PER_COLUMN * len(columns)) if is_auto else int(self.pairs or 0)
-        chosen: list[PairTerm] = []
+
+    def _add_pairs(
+        self,
+        columns: list[Column],
+        rows: Rows,
+        y: Array,
+        left_over: tuple[Array, Array],
+        number: int,
+    ) -> None:
+        """Choose pairs by what the terms leave over, and fit them, until there are enough."""
+        knots, terms = 2**self.pair_level - 1, list(self.posterior_.terms)
+        tried = list(itertools.combinations(self._strongest(rows), 2))
+        tried = [pair for pair in tried if _is_small(columns, pair, knots)]
         for _ in range(_PAIR_ROUNDS):
-            if not most or len(chosen) >= most:
-                break
-            taken = {term.columns for term in chosen}
-            tried = itertools.combinations(self._strongest(rows), 2)
+            taken = {term.columns for term in terms}
+            wanted = len(columns) + number - len(terms)
             left = [pair for pair in tried if pair not in taken]
-            number = most - len(chosen)
-            new = choose_pairs(columns, rows, residual, precision, left, number, knots)
-            chosen += new
+            new = choose_pairs(columns, rows, *left_over, left, wanted, knots) if wanted else []
             if not new:
                 break
-            residual, precision = self._learn(rows, y, [*terms, *chosen], self.posterior_)
+            terms += new
+            left_over = self._learn(rows, y, terms, self.posterior_)
 
     def _strongest(self, rows: Rows) -> list[int]:
         """The columns whose pairs are tried: all, or the most important ones of many."""
@@ -600,6 +617,24 @@ def _checked_pairs(pairs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     if len(set(checked)) < len(checked):
         raise ValueError("`pairs` holds the same pair twice.")
     return checked
+
+
+def _is_small(columns: Sequence[Column], pair: tuple[int, int], num_knots: int) -> bool:
+    """Whether the term of a pair has few enough weights to be tried."""
+    known = [columns[index].categories for index in pair]
+    sizes = [num_knots + 1 if names is None else len(names) + 1 for names in known]
+    return sizes[0] * sizes[1] <= _MAX_PAIR_WEIGHTS
+
+
+def _check_size(terms: Sequence[Term]) -> None:
+    """Raise if the terms have too many weights."""
+    number = sum(term.size for term in terms)
+    if number > _MOST_WEIGHTS:
+        raise ValueError(
+            f"The terms have {number} weights, more than {_MOST_WEIGHTS}, and the time grows as "
+            "their number cubed. Leave out columns, lower `level` or `pair_level`, or name fewer "
+            "`pairs`."
+        )
 
 
 def _as_rows(X: Any) -> Any:

@@ -11,12 +11,11 @@ import torch
 from sklearn.base import is_classifier
 
 from pyro_dak.tables.predictive import Array
-from pyro_dak.tables.saving import _from_labels, _labels
+from pyro_dak.tables.saving import _from_labels, _labels, read_content
 from pyro_dak.tables.shapes import Posterior
 from pyro_dak.tables.terms import Basis, CategoryTerm, Hats, Levels, NumberTerm, PairTerm, Term
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
-    CheckpointError,
     blaming,
     read_directory,
     write_directory,
@@ -109,15 +108,8 @@ def read_additive(
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
-    check_path("path", path)
-    path = Path(path)
-    config, tensors, _ = read_directory(path, max_bytes)
-    content, extra = config.get("estimator"), config.get("extra")
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a model, not an estimator; use `pyro_dak.load`.")
-    with blaming(path / "config.json"):
-        if content["name"] not in classes:
-            raise ValueError(f"holds a {content['name']}, expected {' or '.join(classes)}.")
+    content, tensors, extra = read_content(path, classes, max_bytes)
+    with blaming(Path(path) / "config.json"):
         estimator = classes[content["name"]](**content["parameters"])
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         state = {name: v for name, v in content["values"].items() if name in _VALUES}
@@ -132,8 +124,6 @@ def read_additive(
         named = [tuple(names[j] for j in term.columns) for term in terms]
         state["term_names_"] = [name[0] if len(name) == 1 else name for name in named]
         _check(state, is_classifier(estimator))
-        if not isinstance(extra, dict | None):
-            raise TypeError("`extra` is not a dictionary.")
     vars(estimator).update(state)
     return estimator, extra
 

@@ -157,8 +157,8 @@ def additive_page(
         f"Each term in units of {unit}, less its mean over the training rows, with its 95 % band. "
         "Grey bars are a histogram of this table.",
         (names, _overall(estimator.importances_), _overall(estimator.importances_std_)),
-        f"The standard deviation of each term over the training rows, in units of {unit}, with 95 % "
-        "of its posterior.",
+        f"The standard deviation of each term over the training rows, in units of {unit}, with "
+        "95 % of its posterior.",
     )
     if len(labels) > len(chosen):
         page.facts.append(f"Curves are shown for {len(chosen)} of {len(labels)} classes.")

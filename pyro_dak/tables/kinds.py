@@ -28,17 +28,15 @@ def as_frame(X: Any) -> pd.DataFrame | None:
     return None
 
 
-def learn_columns(
-    table: pd.DataFrame | Array, categorical: Sequence[int], from_dtype: bool
-) -> list[Column]:
+def learn_columns(table: pd.DataFrame | Array, categorical: Sequence[int]) -> list[Column]:
     """The columns of a training table, with the categories that they have.
 
-    Those with the numbers `categorical` are categories, and with `from_dtype` also those that hold
-    text or have a categorical type.
+    Those with the numbers `categorical` are categories, and so are those that hold text or have a
+    categorical type.
     """
     result = []
     for index, (name, column) in enumerate(_named(table)):
-        if index in categorical or (from_dtype and _is_categorical(column)):
+        if index in categorical or _is_categorical(column):
             texts = _texts(column)
             known = sorted(set(texts))
             if len(known) > _MAX_CATEGORIES:

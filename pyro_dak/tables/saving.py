@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pyro_dak.training.describe import check_sizes, rebuild
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_integer, check_path, check_positive, check_probability
 
-__all__ = ["read_estimator", "write_estimator"]
+__all__ = ["read_content", "read_estimator", "write_estimator"]
 
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
@@ -77,15 +77,8 @@ def read_estimator(
     Raises:
         CheckpointError: naming the file and what is wrong with it. `max_bytes` is that of `load`.
     """
-    check_path("path", path)
-    path = Path(path)
-    config, tensors, _ = read_directory(path, max_bytes)
-    content, extra = config.get("estimator"), config.get("extra")
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a model, not an estimator; use `pyro_dak.load`.")
-    with blaming(path / "config.json"):
-        if content["name"] not in classes:
-            raise ValueError(f"holds a {content['name']}, expected {' or '.join(classes)}.")
+    content, tensors, extra = read_content(path, classes, max_bytes)
+    with blaming(Path(path) / "config.json"):
         parameters = dict(content["parameters"])
         parameters["hidden_layer_sizes"] = tuple(parameters["hidden_layer_sizes"])
         estimator = classes[content["name"]](**parameters)
@@ -102,10 +95,30 @@ def read_estimator(
         check_history(content["history"], content["best_epoch"])
         state["history_"] = History(content["history"], "finished", content["best_epoch"])
         _check_state(state, is_classifier(estimator))
-        if not isinstance(extra, dict | None):
-            raise TypeError("`extra` is not a dictionary.")
     vars(estimator).update(state)
     return estimator, extra
+
+
+def read_content(
+    path: str | os.PathLike[str], names: Collection[str], max_bytes: int = MAX_BYTES
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, Any] | None]:
+    """What a directory says of an estimator of one of these names, its tensors, and `extra`.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it. `max_bytes` is that of `load`.
+    """
+    check_path("path", path)
+    path = Path(path)
+    config, tensors, _ = read_directory(path, max_bytes)
+    content, extra = config.get("estimator"), config.get("extra")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a model, not an estimator; use `pyro_dak.load`.")
+    with blaming(path / "config.json"):
+        if content["name"] not in names:
+            raise ValueError(f"holds a {content['name']}, expected {' or '.join(names)}.")
+        if not isinstance(extra, dict | None):
+            raise TypeError("`extra` is not a dictionary.")
+    return content, tensors, extra
 
 
 def _ensemble(

@@ -272,7 +272,7 @@ def test_columns_can_be_declared_categories():
 
 
 def test_texts_where_numbers_were_are_refused(fitted):
-    table, y = frame(10)
+    table, _ = frame(10)
     table["a"] = "text"
     with pytest.raises(ValueError, match="'a' must hold numbers"):
         fitted.predict(table)
@@ -285,6 +285,15 @@ def test_names_are_not_categories():
     table = pd.DataFrame({"name": [f"n{k}" for k in range(600)]})
     with pytest.raises(ValueError, match="looks like names"):
         DAKAdditiveRegressor().fit(table, np.arange(600.0))
+
+
+def test_too_many_weights_are_refused_before_they_are_computed_with():
+    words = [f"w{k}" for k in range(100)] * 2
+    table = pd.DataFrame({"a": words, "b": words[::-1]})
+    y = RNG.normal(size=200)
+    with pytest.raises(ValueError, match="10403 weights"):
+        DAKAdditiveRegressor(pairs=[("a", "b")]).fit(table, y)
+    assert DAKAdditiveRegressor(pairs=1).fit(table, y).term_names_ == ["a", "b"]
 
 
 def test_a_failed_fit_leaves_the_estimator_as_it_was(fitted):
