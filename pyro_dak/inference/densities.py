@@ -89,10 +89,14 @@ def unit_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def draw_functions(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
-    """f at unit inputs h for each draw of the sites, `(S, N, F)`."""
-    values = {name: sites[name].unsqueeze(1) for name in model.site_shapes}
-    if "unit_scale" in sites:  # the layer multiplies by the scale that the model has
-        ratio = (sites["unit_scale"] / model.unit_scale).unsqueeze(1)
+    """f at unit inputs h for each draw of the sites, `(S, N, F)`.
+
+    Draws are `(S, *event)`, or with a data dimension of size one `(S, 1, *event)`.
+    """
+    has_data_dim = sites["mu"].dim() > 2
+    values = {n: value if has_data_dim else value.unsqueeze(1) for n, value in sites.items()}
+    if "unit_scale" in values:  # the layer multiplies by the scale that the model has
+        ratio = values.pop("unit_scale") / model.unit_scale
         values["shrinkage"] = ratio * values.get("shrinkage", 1.0)
     return model.functions(h, values)
 

@@ -29,6 +29,7 @@ from pyro_dak import (
     sample_functions,
 )
 from pyro_dak.additive.gaussian import sample_marginals
+from pyro_dak.additive.layer import Weights
 from pyro_dak.diagnostics import loo
 from pyro_dak.inference.draws import draw_posterior, draw_sites
 from pyro_dak.prediction import freeze
@@ -352,10 +353,20 @@ def test_components_are_the_moments_of_each_units_share(guide, linear_term):
     assert_close(shares.mean.sum(-1) + bias.detach(), predict(model, q, x).mean)
 
 
-def test_components_need_a_gaussian_guide(no_type_checker):
-    model, _, x = make()
-    with pytest.raises(NotImplementedError, match="AutoNormal"):
-        components(model, AutoNormal(model), x)
+def test_components_of_draws_are_the_moments_over_them():
+    model, guide, x = make()
+    sites = draw_posterior(model, guide, num_samples=7).flat()
+    shares = components(model, sites, x, chunk_size=16)
+    naive = torch.stack(
+        [model.layer.component_means(model.unit_inputs(x), Weights(z, mu)).detach()
+         for z, mu in zip(sites["z"], sites["mu"], strict=True)]
+    )  # fmt: skip
+    assert_close(shares.mean, naive.mean(0))
+    assert_close(shares.variance, naive.var(0))
+    automatic = AutoNormal(model)
+    automatic(x, torch.zeros(40, 2))
+    again = draw_posterior(model, automatic, num_samples=100, x=x, seed=0)
+    assert_close(components(model, automatic, x), components(model, again, x))
 
 
 def test_a_drawn_function_is_the_same_at_every_call_and_in_any_batch():

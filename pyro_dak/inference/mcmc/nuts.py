@@ -36,17 +36,27 @@ _MAX_R_HAT = 1.05
 _MASS_WARMUP = 150
 
 
-@dataclass
+@dataclass(repr=False)
 class MCMCRun(Draws):
     """Draws of a Hamiltonian sampler, `(chains, draws, *event)`, and how far to trust them.
 
     `stats` holds for each draw `lp` (the log posterior without its constant, log p(y, w)),
     `diverging`, `n_steps` (the number of leapfrog steps) and `step_size`. `acceptance` is the mean
-    acceptance probability of each chain, and `seconds` is the time it took.
+    acceptance probability of each chain, and `seconds` is the time it took. `sites` are in float64,
+    and `dtype` is that of the model.
     """
 
     acceptance: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    dtype: torch.dtype = torch.float64
+
+    def __repr__(self) -> str:
+        smallest = min(float(size.min()) for size in self.effective_sample_size().values())
+        return (
+            f"MCMCRun({self._facts()}; max r-hat {self.max_r_hat():.3f}, min ESS {smallest:.0f}, "
+            f"{self.num_divergences} divergences, {sum(self.seconds):.1f} s; on "
+            f"{self.sites['mu'].device})"
+        )
 
     @property
     def num_divergences(self) -> int:
@@ -67,8 +77,14 @@ class MCMCRun(Draws):
         return {n: v.flatten(0, 1).std(0) / sizes[n].sqrt() for n, v in self.sites.items()}
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Tensor]:
-        """The samples, as Pyro's `MCMC.get_samples` gives them."""
-        return dict(self.sites) if group_by_chain else self.flat()
+        """The samples in the dtype of the model, as Pyro's `MCMC.get_samples` gives them.
+
+        `Predictive(model, run.get_samples())` reads the sites that the model has. A noise scale or
+        unit scales that were sampled by an option of `run_nuts` are no sites of the model;
+        `predict(model, run, x)` reads them too.
+        """
+        sites = self.sites if group_by_chain else self.flat()
+        return {name: value.to(self.dtype) for name, value in sites.items()}
 
     def max_r_hat(self) -> float:
         """The largest r-hat of all elements of all sites."""
@@ -195,6 +211,7 @@ def _run(
             stats={name: torch.cat([r.stats[name] for r in runs]) for name in runs[0].stats},
             acceptance=[r.acceptance[0] for r in runs],
             seconds=[r.seconds[0] for r in runs],
+            dtype=model.layer.log_unit_scale.dtype,
         )
         flat = run.flat()
         for name, value in flat.items():
