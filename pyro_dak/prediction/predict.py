@@ -366,7 +366,7 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
             check_finite("f", f)
         return f.squeeze(0) if self._is_single else f
 
-    def __getitem__(self, index: int | slice) -> "FunctionDraws":  # type: ignore[override]
+    def __getitem__(self, index: int | slice) -> "FunctionDraws":
         chosen: Any = index
         is_single = not isinstance(index, slice)
         if not isinstance(index, slice):
