@@ -20,6 +20,7 @@ from pyro_dak.inference.densities import (
 from pyro_dak.inference.densities import log_likelihood as row_log_likelihoods
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_inputs
 
 __all__ = ["import_optional", "to_arviz"]
 
@@ -75,13 +76,14 @@ def to_arviz(
         seed: seed of all draws; with None, torch's global state is used.
     """
     arviz = import_optional("arviz")
-    if y is None:
-        h = cached_inputs(model, x)
-    else:
-        h, y = unit_data(model, x, y)
+    check_inputs(model, x)
     draws = draw_posterior(
         model, posterior, num_samples=num_samples, num_chains=num_chains, x=x, seed=seed
     )
+    if y is None:
+        h = cached_inputs(model, x, given=draws.sites)
+    else:
+        h, y = unit_data(model, x, y, given=draws.sites)
     flat, stats, batch = draws.flat(), dict(draws.stats), (draws.num_chains, draws.num_samples)
     groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:

@@ -28,6 +28,7 @@ from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
+from pyro_dak.model.latent_sites import likelihood_sites
 from pyro_dak.model.modes import evaluating, pyro_lock
 from pyro_dak.validation import (
     check_finite,
@@ -295,11 +296,14 @@ def _checked_samples(model: DAK, samples: Mapping[str, Any]) -> dict[str, Tensor
 
 def _known_shapes(model: DAK) -> dict[str, tuple[int, ...] | None]:
     """Event shapes of all sites that draws may hold; None where only a prior knows its shape."""
-    inside = {site: None for sites in model.sites_in_priors.values() for site in sites}
+    shapes: dict[str, tuple[int, ...] | None] = {"unit_scale": (model.num_units,)}
     noise = noise_scale(model.likelihood)
-    scales = {} if noise is None else {"noise_scale": tuple(noise.shape)}
-    shapes = {name: tuple(shape) for name, shape in model.site_shapes.items()}
-    return {**shapes, **inside, **scales, "unit_scale": (model.num_units,)}
+    if noise is not None:
+        shapes["noise_scale"] = tuple(noise.shape)
+    inside = (site for sites in model.sites_in_priors.values() for site in sites)
+    others = dict.fromkeys((*inside, *likelihood_sites(model)))
+    known = {**model.site_shapes, **model.scale_shapes}
+    return {**{name: tuple(shape) for name, shape in known.items()}, **others, **shapes}
 
 
 def _with_chains(

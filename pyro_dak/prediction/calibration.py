@@ -95,7 +95,7 @@ def calibrate(
 
     Args:
         posterior: the posterior that will predict: anything that `predict` takes, apart from draws
-            that hold `noise_scale`.
+            that hold parameters of the likelihood.
         x_val: held-out inputs, `(N, ...)`, at least 10 rows. Some hundreds are better.
         y_val: their targets.
         method: as it will be in `predict`; so are the next three.
@@ -128,7 +128,7 @@ def calibrate(
     with frozen_functions(
         model, posterior, x, residual_variance=residual_variance, **options
     ) as frozen:
-        frozen.refuse_calibration(1.0)
+        frozen.refuse_calibration()
         size = frozen.num_rows(int(chunk_size))
         chunks = with_bar(x.split(size), progress, "calibrate")
         parts = [_kept(model, frozen(chunk.to(like.device))[0]) for chunk in chunks]

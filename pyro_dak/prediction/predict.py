@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,10 +12,11 @@ from pyro_dak.additive.gaussian import (
     FunctionMoments,
     compact,
     draws_of_moments,
+    moments_of_draws,
     sample_marginals,
 )
 from pyro_dak.additive.layer import Weights
-from pyro_dak.inference.densities import draw_functions, seeded
+from pyro_dak.inference.densities import draw_functions, likelihood_parameters, seeded
 from pyro_dak.inference.draws import Posterior, draw_posterior, resolve_posterior
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.model.dak import DAK
@@ -77,8 +77,9 @@ def predict(
     Any posterior predicts. Gaussian guides of this library and the exact posterior know q(f) in
     closed form. All others are known by draws of their sites: mean and covariance of f are those
     over the draws, and with "mc" class probabilities are averages over the draws themselves. Draws
-    are cast to the dtype of the model and moved to its device. If they hold the noise scale too,
-    the prediction is the mixture of p(y | f, noise) over the draws, a `MixturePrediction`.
+    are cast to the dtype of the model and moved to its device. If they hold parameters of the
+    likelihood too, such as `noise_scale`, the prediction is the mixture of p(y | f, parameters)
+    over the draws, a `MixturePrediction`.
 
     Args:
         posterior: a guide of this library, any Pyro guide of the model's sites, an exact posterior,
@@ -124,10 +125,10 @@ def predict(
         with_features=has_novelty,
         **options,
     ) as frozen:
-        is_mixture = frozen.noise is not None
-        if is_mixture:
-            frozen.refuse_calibration(number)
-            likelihood, own = (frozen.with_noise(part) for part in (likelihood, own))
+        parameters = frozen.parameters
+        is_mixture = bool(parameters)
+        if number is not None:
+            frozen.refuse_calibration()
         for chunk in with_bar(x.split(frozen.num_rows(int(chunk_size))), progress):
             as_trained, features = frozen(chunk.to(device))
             q = as_trained if number is None else rescaled_moments(own, as_trained, number)
@@ -138,8 +139,12 @@ def predict(
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
             else:
                 q = q if is_mixture else compact(q)
-                moments_fn = partial(mixture_moments, own) if is_mixture else own.predictive_moments
-                results = (*moments_fn(q), *q[:2])
+                if is_mixture:
+                    f = frozen.draws(q, num_samples, seed)
+                    q = moments_of_draws(f)
+                    results = (*mixture_moments(own, f, parameters), *q[:2])
+                else:
+                    results = (*own.predictive_moments(q), *q[:2])
                 results += () if q.root is None else (q.root.movedim(0, -2),)
             parts.append([part.to(x.device) for part in results])
             if features is not None:
@@ -162,8 +167,10 @@ def predict(
         return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]), found)
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
-    kind = MixturePrediction if is_mixture else Prediction
-    return kind(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
+    parts_of_y = (mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
+    if not is_mixture:
+        return Prediction(*parts_of_y)
+    return MixturePrediction(*parts_of_y, {n: v.to(x.device) for n, v in parameters.items()})
 
 
 class FrozenFunctions:
@@ -173,6 +180,7 @@ class FrozenFunctions:
         moments_at: gives q(f), and the features or None, at rows of x.
         sites: draws of all sites, `(S, *event)`, or None if q(f) is known in closed form.
         has_residuals: whether q(f) has variance beside that of the draws.
+        parameters: draws of what `distribution` of the likelihood takes beside f, `(S, 1, ...)`.
     """
 
     def __init__(
@@ -180,8 +188,10 @@ class FrozenFunctions:
         moments_at: Callable[[Tensor], tuple[FunctionMoments, Tensor | None]],
         sites: Mapping[str, Tensor] | None,
         has_residuals: bool,
+        parameters: Mapping[str, Tensor],
     ):
         self._moments_at, self._sites, self._has_residuals = moments_at, sites, has_residuals
+        self.parameters = parameters
 
     def __call__(self, x: Tensor) -> tuple[FunctionMoments, Tensor | None]:
         return self._moments_at(x)
@@ -212,25 +222,13 @@ class FrozenFunctions:
         noise = torch.randn(len(f), 1, f.shape[-1], generator=generator, device=f.device).to(f)
         return f + (q.var - q.root.square().sum(0)).clamp(min=0).sqrt() * noise
 
-    @property
-    def noise(self) -> Tensor | None:
-        """Draws of the noise scale, `(S, 1, 1)` or `(S, 1, C)`, if the posterior has any."""
-        noise = None if self._sites is None else self._sites.get("noise_scale")
-        return None if noise is None else noise.reshape(len(noise), 1, -1)
-
-    def with_noise(self, likelihood: Likelihood) -> Likelihood:
-        """The likelihood of each draw: a copy whose noise scales are those of the draws."""
-        assert self.noise is not None
-        device = next(iter(likelihood.state_dict().values())).device
-        return likelihood.with_noise(self.noise.to(device).log())
-
-    def refuse_calibration(self, number: float | None) -> None:
-        """Raise if predictions are to be rescaled although the noise was sampled."""
-        if self.noise is not None and number is not None:
+    def refuse_calibration(self) -> None:
+        """Raise if the posterior has draws of parameters of the likelihood, such as its noise."""
+        if self.parameters:
+            names = ", ".join(f"`{name}`" for name in self.parameters)
             raise NotImplementedError(
-                "Predictions are not rescaled where the posterior holds draws of `noise_scale`, "
-                "whose posterior says how wide they are. Set `model.calibration = None`, or leave "
-                "`noise_scale` out of the draws."
+                f"Predictions are not rescaled where the posterior holds draws of {names}, which "
+                "say how wide they are. Set `model.calibration = None`, and do not calibrate."
             )
 
 
@@ -257,7 +255,7 @@ def frozen_functions(
     with (
         explaining(model, x, **modules),
         evaluating(model, *modules.values()),
-        known_sites(model),
+        known_sites(model, given=sites or ()),
     ):
         moments_at = freeze_with_features(
             model,
@@ -268,7 +266,8 @@ def frozen_functions(
             compile=compile,
             with_features=with_features,
         )
-        yield FrozenFunctions(moments_at, sites, residual_variance)
+        parameters = {} if sites is None else likelihood_parameters(model, sites)
+        yield FrozenFunctions(moments_at, sites, residual_variance, parameters)
 
 
 def components(
@@ -304,7 +303,7 @@ def components(
     with (
         explaining(model, x, **modules),
         evaluating(model, *modules.values()),
-        known_sites(model, for_y=False),
+        known_sites(model, for_y=False, given=q if isinstance(q, dict) else ()),
     ):
         for chunk in with_bar(x.split(int(chunk_size)), progress):
             h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
@@ -358,7 +357,7 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
         with (
             explaining(self.model, x),
             evaluating(self.model),
-            known_sites(self.model, for_y=False),
+            known_sites(self.model, for_y=False, given=self.sites),
         ):
             h = self.model.unit_inputs(x)
             check_finite("unit_inputs", h)

@@ -1,8 +1,8 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +160,8 @@ class Prediction(WithNovelty):
 
     @property
     def _is_discrete(self) -> bool:
-        support: Any = self.likelihood.distribution(self._functions_at(slice(1)).mean).support
+        likelihood: Any = self.likelihood
+        support: Any = likelihood.distribution(self._functions_at(slice(1)).mean).support
         return bool(support.is_discrete)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ class Prediction(WithNovelty):
 
     def _draws(self, rows: slice, num_samples: int) -> Tensor:
         f = sample_marginals(self._functions_at(rows), num_samples)
-        return _with_columns(self.likelihood.distribution(f).sample(), f)
+        return _with_columns(self.likelihood.distribution(f).sample())
 
     def _functions_at(self, rows: slice) -> FunctionMoments:
         mean, var, root = self.functions
@@ -207,56 +208,49 @@ class Prediction(WithNovelty):
 
 @dataclass(frozen=True, repr=False)
 class MixturePrediction(Prediction):
-    """A prediction by draws of f together with draws of the noise: p(y) = mean_s p(y | f_s, s).
+    """A prediction by draws of f and of parameters t of the likelihood: p(y) = mean_s p(y|f_s,t_s).
 
-    `functions` holds the mean and the covariance over the draws of f, its root has a row for each
-    draw, and `likelihood` has as many noise scales. The draws need S N F numbers.
+    `functions` holds the mean and the covariance over the draws of f, and its root has a row for
+    each draw, which needs S N F numbers. `parameters` are the draws of the parameters by name,
+    `(S, 1, 1)` or `(S, 1, C)`.
     """
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def _is_normal(self) -> bool:
         return False
 
-    @property
-    def _is_discrete(self) -> bool:
-        return False  # y has noise
-
     def _log_prob(self, y: Tensor, functions: FunctionMoments) -> Tensor:
-        """log mean_s p(y | f_s, s), where residual variance widens each p(y | f_s, s)."""
-        log_probs = self.likelihood.predictive_log_prob(y, _of_each_draw(functions))
+        log_probs = self._given_draws(functions).log_prob(y)  # (S, N)
         return log_probs.logsumexp(0) - math.log(len(log_probs))
 
     def _draws(self, rows: slice, num_samples: int) -> Tensor:
-        """Draws of y, about as many from each draw of f and of the noise."""
-        f = sample_marginals(_of_each_draw(self._functions_at(rows)), 1).squeeze(0)  # (S, N, F)
-        repeats = math.ceil(num_samples / len(f))
-        y = self.likelihood.distribution(f).sample((repeats,)).flatten(0, 1)
+        """Draws of y, about as many from each draw of f and of the parameters."""
+        functions = self._functions_at(rows)
+        p, S = self._given_draws(functions), len(draws_of_moments(functions))
+        y = p.sample((math.ceil(num_samples / S),)).flatten(0, 1)
         chosen = torch.linspace(0, len(y) - 1, num_samples).round().long()
-        return y[chosen.to(y.device)]
+        return _with_columns(y[chosen.to(y.device)])
 
-
-def _of_each_draw(functions: FunctionMoments) -> FunctionMoments:
-    """Moments of f in each of the draws that these moments are made of, `(S, N, F)`.
-
-    Variance that the draws do not have is that of each of them.
-    """
-    assert functions.root is not None
-    f = draws_of_moments(functions)
-    var = (functions.var - functions.root.square().sum(0)).clamp(min=0)
-    return FunctionMoments(f, var.expand_as(f))
+    def _given_draws(self, functions: FunctionMoments) -> Any:
+        """p(y | f_s, t_s), batch shape `(S, N)`."""
+        likelihood: Any = self.likelihood
+        return likelihood.distribution(draws_of_moments(functions), **self.parameters)
 
 
 def mixture_moments(
-    likelihood: Likelihood, functions: FunctionMoments
+    likelihood: Any, f: Tensor, parameters: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean of y, its epistemic and its aleatoric variance, `(N, C)`, over draws of f and noise.
+    """Mean of y, its epistemic and its aleatoric variance, `(N, C)`, over draws of f `(S, N, F)`.
 
-    `likelihood` has a noise scale for each of the S draws that `functions` is made of. With the
-    moments m_s, e_s and a_s of draw s, these are mean m_s, var m_s + mean e_s and mean a_s.
+    By the law of total variance these are the mean and the variance over draws of E[y | f_s, t_s],
+    and the mean of Var[y | f_s, t_s], with the `parameters` t of the likelihood.
     """
-    mean, epistemic, aleatoric = likelihood.predictive_moments(_of_each_draw(functions))
+    p = likelihood.distribution(f, **parameters)
+    mean, variance = _with_columns(p.mean), _with_columns(p.variance)
     spread = mean.var(0, correction=min(1, len(mean) - 1))
-    return mean.mean(0), epistemic.mean(0) + spread, aleatoric.mean(0)
+    return mean.mean(0), spread, variance.mean(0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -340,9 +334,9 @@ def _quantile(draws: Tensor, q: float, is_discrete: bool) -> Tensor:
     return draws.sort(0).values[rank - 1]
 
 
-def _with_columns(y: Tensor, f: Tensor) -> Tensor:
-    """y `(S, N, C)`, also where the distribution has no columns because there is one output."""
-    return y if y.dim() == f.dim() else y.unsqueeze(-1)
+def _with_columns(y: Tensor) -> Tensor:
+    """y `(S, N, C)`, also where its distribution has one number for each row."""
+    return y if y.dim() == 3 else y.unsqueeze(-1)
 
 
 def _slices(num_rows: int, size: int) -> Iterator[slice]:

@@ -166,7 +166,7 @@ def test_sampled_noise_makes_a_mixture_over_the_draws():
 def test_sampled_noise_is_not_rescaled():
     case = scenarios.gaussian_regression(num_rows=12)
     run = run_of(case, noise_prior=dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5)))
-    with pytest.raises(NotImplementedError, match="`noise_scale`, whose posterior says how wide"):
+    with pytest.raises(NotImplementedError, match="draws of `noise_scale`, which say how wide"):
         calibrate(case.model, run, case.x, case.y)
     case.model.calibration = torch.tensor(2.0)
     with pytest.raises(NotImplementedError, match=r"Set `model\.calibration = None`"):
