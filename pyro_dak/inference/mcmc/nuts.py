@@ -1,13 +1,14 @@
 """NUTS and HMC over the weights: samples of the posterior, with the features held fixed.
 
-Chains run one after the other, each with a seed of its own, so that a run is reproducible.
-Everything is computed in float64.
+Each chain has a seed of its own, so that a run is reproducible, whether chains run one after the
+other or in processes side by side. Everything is computed in float64.
 """
 
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import HMC, MCMC, NUTS
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Distribution
 from tqdm.auto import tqdm
@@ -22,6 +24,7 @@ from tqdm.auto import tqdm
 from pyro_dak.inference.densities import log_joint, noise_scale, seeded, unit_data
 from pyro_dak.inference.draws import Draws
 from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
+from pyro_dak.inference.mcmc.processes import Report, run_in_processes
 from pyro_dak.inference.mcmc.target import Target
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
@@ -41,9 +44,10 @@ class MCMCRun(Draws):
     """Draws of a Hamiltonian sampler, `(chains, draws, *event)`, and how far to trust them.
 
     `stats` holds for each draw `lp` (the log posterior without its constant, log p(y, w)),
-    `diverging`, `n_steps` (the number of leapfrog steps) and `step_size`. `acceptance` is the mean
-    acceptance probability of each chain, and `seconds` is the time it took. `sites` are in float64,
-    and `dtype` is that of the model.
+    `energy` (potential plus kinetic energy at the start of its trajectory, along which it hardly
+    changes), `diverging`, `n_steps` (the number of leapfrog steps) and `step_size`. `acceptance` is
+    the mean acceptance probability of each chain, and `seconds` is the time it took. `sites` are in
+    float64, and `dtype` is that of the model.
     """
 
     acceptance: list[float] = field(default_factory=list)
@@ -119,6 +123,7 @@ def run_nuts(
     max_tree_depth: int = 10,
     whiten: bool = True,
     seed: int = 0,
+    parallel: bool = False,
     progress: bool = True,
 ) -> MCMCRun:
     """Samples of all weights by the No-U-Turn sampler, with the features held fixed.
@@ -133,7 +138,7 @@ def run_nuts(
             get a prior here.
         num_samples: draws per chain after the warm-up.
         warmup_steps: draws per chain that adapt step size and masses and are thrown away.
-        num_chains: number of chains, which run one after the other.
+        num_chains: number of chains.
         noise_prior: prior of `noise_scale`, to sample it too; see `pyro_dak.model.priors`.
         unit_scale_prior: prior of `unit_scale`, to sample it too.
         target_accept_prob: a higher value means smaller steps; raise it if there are divergences.
@@ -141,12 +146,17 @@ def run_nuts(
         whiten: whether to sample in coordinates in which the posterior is round, by its curvature
             at the mode.
         seed: chain k uses seed + k.
+        parallel: whether chains run in processes side by side, as many as there are cores, and not
+            one after the other. The draws are the same. Processes take seconds to start and import
+            the script again, so a script needs `if __name__ == "__main__":`; each uses as many
+            threads as this one, so `torch.set_num_threads(1)` before is often faster.
         progress: whether to show a bar for each chain.
     """
     check_probability("target_accept_prob", target_accept_prob)
     check_integer("max_tree_depth", max_tree_depth, minimum=1)
     kernel_fn = partial(NUTS, max_tree_depth=max_tree_depth, target_accept_prob=target_accept_prob)
     options: dict[str, Any] = {"whiten": whiten, "seed": seed, "progress": progress}
+    options |= {"parallel": parallel}
     options |= {"noise_prior": noise_prior, "unit_scale_prior": unit_scale_prior}
     return _run(kernel_fn, model, x, y, num_samples, warmup_steps, num_chains, **options)
 
@@ -189,6 +199,7 @@ def _run(
     unit_scale_prior: PriorLike | None = None,
     whiten: bool = True,
     seed: int = 0,
+    parallel: bool = False,
     progress: bool = True,
 ) -> MCMCRun:
     check_integer("num_samples", num_samples, minimum=4)
@@ -197,15 +208,15 @@ def _run(
     check_integer("seed", seed, minimum=-(2**63))
     h, y = unit_data(model, x, y)
     should_adapt = not whiten or warmup_steps >= _MASS_WARMUP
-    runs = []
     with evaluating(model), pyro.validation_enabled(False):
         extra_priors = _extra_priors(model, noise_prior, unit_scale_prior)
         target = Target(model, h, y, extra_priors, whiten)
-        for chain in range(num_chains):
-            label = f"chain {chain + 1}/{num_chains}" if progress else None
-            kernel = kernel_fn(potential_fn=target, adapt_mass_matrix=should_adapt)
-            with torch.enable_grad(), seeded(seed + chain):
-                runs.append(_run_chain(target, kernel, num_samples, warmup_steps, label))
+        kernel_fn = partial(kernel_fn, adapt_mass_matrix=should_adapt)
+        chains = [
+            _Chain(target, kernel_fn, num_samples, warmup_steps, seed + k)
+            for k in range(num_chains)
+        ]
+        runs = _run_chains(chains, parallel, progress)
         run = MCMCRun(
             {name: torch.cat([r.sites[name] for r in runs]) for name in runs[0].sites},
             stats={name: torch.cat([r.stats[name] for r in runs]) for name in runs[0].stats},
@@ -242,40 +253,124 @@ def _extra_priors(
     return priors
 
 
-def _run_chain(
-    target: Target, kernel: Any, num_samples: int, warmup_steps: int, label: str | None
-) -> MCMCRun:
-    """One chain. It shows a progress bar if it has a label."""
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    initial = {"position": target.initial_position(generator)}
-    steps, step_sizes = [], []
-    start, last = time.perf_counter(), {}
-    options: dict[str, Any] = {"unit": "draw", "disable": label is None, "file": sys.stderr}
-    bar = tqdm(total=warmup_steps + num_samples, desc=label, **options)
+@dataclass(frozen=True)
+class _Chain:
+    """What one chain needs."""
 
-    def hook_fn(kernel: Any, params: object, stage: str, index: int) -> None:
-        if stage.startswith("Sample"):
-            steps.append(target.num_evaluations)
-            step_sizes.append(float(kernel.step_size))
-        target.num_evaluations = 0
-        last.update(kernel.logging())
-        bar.set_postfix({"stage": stage.split()[0].lower(), **last}, refresh=False)
-        bar.update()
+    target: Target
+    kernel_fn: Callable[..., Any]
+    num_samples: int
+    warmup_steps: int
+    seed: int
 
-    options = {"initial_params": initial, "hook_fn": hook_fn, "disable_progbar": True}
-    mcmc = MCMC(kernel, num_samples, warmup_steps, **options)
-    with bar:
+
+def _run_chains(chains: list[_Chain], parallel: bool, progress: bool) -> list[MCMCRun]:
+    """All chains, one after the other or side by side, with a bar for each."""
+    bars = []
+    options: dict[str, Any] = {"unit": "draw", "disable": not progress, "file": sys.stderr}
+    with ExitStack() as stack:
+
+        def report_of(k: int) -> Report:
+            """A bar, shown from now on, and the function that moves it."""
+            total = chains[k].warmup_steps + chains[k].num_samples
+            position = k if parallel else None
+            label = f"chain {k + 1}/{len(chains)}"
+            bar = stack.enter_context(tqdm(total=total, desc=label, position=position, **options))
+            bars.append(bar)
+
+            def report(stage: str, facts: dict[str, Any]) -> None:
+                bar.set_postfix({"stage": stage, **facts}, refresh=False)
+                bar.update()
+
+            return report
+
+        if parallel and len(chains) > 1:
+            reports = [report_of(k) for k in range(len(chains))]
+            return [
+                _from_arrays(arrays, chains[0].target.device)
+                for arrays in run_in_processes(_run_chain_alone, chains, reports)
+            ]
+        runs = []
+        for k, chain in enumerate(chains):
+            runs.append(_run_chain(chain, report_of(k)))
+            bars[k].close()
+        return runs
+
+
+def _run_chain_alone(chain: _Chain, report: Report) -> dict[str, Any]:
+    """The fields of a run as arrays, from a process of its own."""
+    with evaluating(chain.target.model), pyro.validation_enabled(False):
+        run = _run_chain(chain, report)
+    return {
+        "sites": {name: value.cpu().numpy() for name, value in run.sites.items()},
+        "stats": {name: value.cpu().numpy() for name, value in run.stats.items()},
+        "acceptance": run.acceptance,
+        "seconds": run.seconds,
+    }
+
+
+def _from_arrays(arrays: dict[str, Any], device: torch.device) -> MCMCRun:
+    parts = {
+        group: {name: torch.from_numpy(value).to(device) for name, value in arrays[group].items()}
+        for group in ("sites", "stats")
+    }
+    return MCMCRun(**(arrays | parts))
+
+
+def _run_chain(chain: _Chain, report: Report) -> MCMCRun:
+    """One chain, which reports each draw."""
+    target, num_samples = chain.target, chain.num_samples
+    start, last, steps, step_sizes = time.perf_counter(), {}, [], []
+    with torch.enable_grad(), seeded(chain.seed):
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        before = {"position": target.initial_position(generator)}
+        initial = dict(before)
+
+        def hook_fn(kernel: Any, params: Any, stage: str, index: int) -> None:
+            if stage.startswith("Sample"):
+                steps.append(target.num_evaluations)
+                step_sizes.append(float(kernel.step_size))
+            else:
+                before["position"] = params["position"].detach()
+            target.num_evaluations = 0
+            last.update(kernel.logging())
+            report(stage.split()[0].lower(), dict(last))
+
+        options = {"initial_params": initial, "hook_fn": hook_fn, "disable_progbar": True}
+        kernel, momenta = chain.kernel_fn(potential_fn=target), _Momenta()
+        kernel.sample = momenta(kernel.sample)  # `MCMC.run` hides it from handlers outside
+        mcmc = MCMC(kernel, num_samples, chain.warmup_steps, **options)
         mcmc.run()
-    sites = target.sites(mcmc.get_samples(group_by_chain=True)["position"])
+    positions = mcmc.get_samples(group_by_chain=True)["position"]
+    with torch.no_grad():
+        starts = torch.cat([before["position"].unsqueeze(0), positions[0, :-1]])
+        potential = torch.stack([target({"position": position}) for position in starts])
+    kinetic = torch.stack(momenta.energies[-num_samples:])
     diverging = torch.zeros(1, num_samples, dtype=torch.bool)
     diverging[0, list(mcmc.diagnostics()["divergences"]["chain 0"])] = True
     stats = {
+        "energy": (potential + kinetic).unsqueeze(0),
         "diverging": diverging,
         "n_steps": torch.tensor([steps]),
         "step_size": torch.tensor([step_sizes], dtype=torch.float64),
     }
     seconds = time.perf_counter() - start
-    return MCMCRun(sites, None, stats, [float(last["acc. prob"])], [seconds])
+    return MCMCRun(target.sites(positions), None, stats, [float(last["acc. prob"])], [seconds])
+
+
+class _Momenta(Messenger):
+    """Collects the kinetic energy |r|^2 / 2 of the momenta that start trajectories.
+
+    A kernel of Pyro samples them, whitened by the masses, as standard normals `r_t=...`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energies: list[Tensor] = []
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"].startswith("r_t="):
+            self.energies.append(0.5 * msg["value"].detach().square().sum())
 
 
 def _warn_if_untrustworthy(run: MCMCRun) -> None:

@@ -7,6 +7,7 @@ classifier nearly one, and trajectories stay short. This is a change of coordina
 not depend on it.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +78,17 @@ class Target:
             # With Gaussian noise and normal priors the whitened weights are standard normals.
             if self._reduced is not None and self._normal_prior is not None and not scale_priors:
                 self._lowest = -self._log_joint(self._loc, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the network, which a chain does not need and which may be large."""
+        model = copy.copy(self.model)
+        model._modules = {**model._modules, "feature_extractor": None, "novelty": None}
+        return {**self.__dict__, "model": model}
+
+    @property
+    def device(self) -> torch.device:
+        """Where positions are."""
+        return self._loc.device
 
     @property
     def num_weights(self) -> int:
