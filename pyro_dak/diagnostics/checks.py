@@ -13,7 +13,7 @@ from pyro_dak.diagnostics.posterior_moments import response
 from pyro_dak.inference.densities import log_joint, log_likelihood, predictive_draws, unit_data
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.model.dak import DAK
-from pyro_dak.model.inputs import check_model
+from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_dak.validation import check_integer, check_kind, check_positive
 
@@ -78,6 +78,13 @@ class LeaveOneOut(NamedTuple):
     pointwise: Tensor
     k_hat: Tensor
 
+    def __repr__(self) -> str:
+        return (
+            f"LeaveOneOut(elpd {self.elpd:.2f}, se {self.se:.2f}, num_effective "
+            f"{self.num_effective:.2f}; {len(self.k_hat)} rows, of which {self.num_bad} have a "
+            "k-hat above 0.7)"
+        )
+
     @property
     def num_bad(self) -> int:
         """Number of rows with k-hat above 0.7."""
@@ -110,8 +117,9 @@ def loo(
     """
     check_positive("efficiency", efficiency)
     check_integer("chunk_size", chunk_size, minimum=1)
-    h, y = unit_data(model, x, y)
+    check_inputs(model, x)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    h, y = unit_data(model, x, y, given=draws.sites)
     log_lik = log_likelihood(model, h, y, draws.flat()).mT  # (N, S)
     has_density = draws.log_q is not None
     ratios = log_ratios(model, h, y, draws) if has_density else torch.zeros_like(log_lik[0])

@@ -52,7 +52,7 @@ class Elbo(NamedTuple):
     se: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PosteriorComparison:
     """Several posteriors, compared with one of them, the reference.
 
@@ -121,6 +121,13 @@ class PosteriorComparison:
         table += [[_cell(row.get(key, "")) for key in keys] for row in rows]
         lines = [f"| {' | '.join(cells)} |" for cells in table]
         return "\n".join([lines[0], "|---" * len(keys) + "|", *lines[1:]])
+
+    def __repr__(self) -> str:
+        evidence = "unknown" if self.log_evidence is None else f"{self.log_evidence:.2f} nats"
+        return (
+            f"PosteriorComparison({', '.join(self.fits)}, against {self.reference}; "
+            f"{len(self.labels)} weights, log evidence {evidence})"
+        )
 
     def __str__(self) -> str:
         return f"against {self.reference}:\n{self.to_markdown()}"

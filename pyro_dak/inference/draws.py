@@ -43,6 +43,7 @@ __all__ = [
     "Posterior",
     "as_guide",
     "check_draws",
+    "check_posterior",
     "draw_posterior",
     "draw_sites",
     "has_closed_form",
@@ -171,12 +172,10 @@ def resolve_posterior(
         x: inputs, of which such a guide sees the first row.
         seed: seed of its draws; by default torch's global state is used.
     """
+    check_posterior(model, posterior)
     guide, like = as_guide(posterior), model.layer.log_unit_scale
     if has_closed_form(guide):
-        check_guide(model, guide)
         return guide
-    if isinstance(guide, GaussianGuide):
-        check_guide(model, guide)
     x = None if x is None else x[:1].to(like.device)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     return {name: value.to(like) for name, value in draws.flat().items()}
@@ -211,11 +210,11 @@ def draw_posterior(
         seed: seed of the draws from a guide; by default torch's global state is used.
     """
     check_seed("seed", seed)
+    check_posterior(model, posterior, same_dtype=False)
     if isinstance(posterior, Draws):
         return posterior
     guide = as_guide(posterior, torch.float64)
     if guide is not None:
-        check_guide(model, guide, same_dtype=False)
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
         with explaining(model, guide=guide), evaluating(model, guide), seeded(seed):
@@ -225,12 +224,20 @@ def draw_posterior(
     if isinstance(posterior, MCMC):
         sites = _checked_samples(model, posterior.get_samples(group_by_chain=True))
         return Draws(sites, stats=_stats_of(posterior, Draws(sites)))
-    if isinstance(posterior, Mapping):
-        return Draws(_checked_samples(model, posterior))
-    raise TypeError(
-        "`posterior` must be a guide, an exact posterior, an MCMC run or a dictionary of draws; "
-        f"got {type(posterior).__name__}."
-    )
+    assert isinstance(posterior, Mapping)
+    return Draws(_checked_samples(model, posterior))
+
+
+def check_posterior(model: DAK, posterior: Posterior, same_dtype: bool = True) -> None:
+    """Raise unless this is a posterior, and made for this model if it is one of our guides."""
+    guide = as_guide(posterior)
+    if guide is not None:
+        check_guide(model, guide, same_dtype)
+    elif not isinstance(posterior, Draws | MCMC | Mapping):
+        raise TypeError(
+            "`posterior` must be a guide, an exact posterior, an MCMC run or a dictionary of "
+            f"draws; got {type(posterior).__name__}."
+        )
 
 
 def _stats_of(mcmc: MCMC, draws: Draws) -> dict[str, Tensor]:

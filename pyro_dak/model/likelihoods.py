@@ -164,7 +164,11 @@ class Likelihood(nn.Module, ABC):
 
         The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
         function, for likelihoods with one function per output that are smooth on the scale of q(f).
+        Where outputs depend on each other given f, or on several functions, it is by draws of f,
+        always the same ones.
         """
+        if not self._is_elementwise(moments.mean):
+            return _moments_by_draws(self.distribution(_fixed_draws(moments)))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
@@ -172,14 +176,24 @@ class Likelihood(nn.Module, ABC):
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above.
+        """log E_q p(y | f) of each row, `(..., N)`; by quadrature or by draws, as above.
 
-        This is the sum of the log densities of the outputs. Where functions covary and y has
-        several outputs, a subclass that knows the joint density gives it instead.
+        By quadrature this is the sum of the log densities of the outputs. Where functions covary
+        and y has several outputs, a subclass that knows the joint density gives it instead. By
+        draws it is the joint density.
         """
+        if not self._is_elementwise(moments.mean):
+            log_probs = self.distribution(_fixed_draws(moments)).log_prob(y)
+            return log_probs.logsumexp(0) - math.log(len(log_probs))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
+    def _is_elementwise(self, f: Tensor) -> bool:
+        """Whether y has a distribution for each function by itself, as far as shapes tell."""
+        p = self.distribution(f)
+        is_independent = isinstance(p, torch.distributions.Independent)
+        return is_independent and p.base_dist.batch_shape == f.shape
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
@@ -621,6 +635,24 @@ class PoissonLikelihood(Likelihood):
         _check_range(y, 0, math.inf, "Counts are not negative.")
         if not bool((y == y.round()).all()):
             raise ValueError("`y` must hold whole numbers: they are counts.")
+
+
+def _fixed_draws(moments: FunctionMoments, num_samples: int = 1000) -> Tensor:
+    """Draws of f, `(S, ..., N, F)`, the same at every call and for every row."""
+    generator = torch.Generator(moments.mean.device).manual_seed(0)
+    return sample_marginals(moments, num_samples, generator)
+
+
+def _moments_by_draws(y: dist.Distribution) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of y, its epistemic and its aleatoric variance, `(..., N, C)`, over a batch of draws."""
+    means, variances = y.mean, y.variance
+    if isinstance(y, torch.distributions.Categorical):  # has none of its own
+        values = torch.arange(y.probs.shape[-1]).to(y.probs)
+        means = (y.probs * values).sum(-1)
+        variances = (y.probs * (values - means.unsqueeze(-1)).square()).sum(-1)
+    if not y.event_shape:
+        means, variances = means.unsqueeze(-1), variances.unsqueeze(-1)
+    return means.mean(0), means.var(0), variances.mean(0)
 
 
 def _antithetic_draws(moments: FunctionMoments, num_samples: int) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from pyro_dak.inference.draws import Posterior, as_guide
+from pyro_dak.inference.draws import Posterior, as_guide, check_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_network
@@ -333,6 +333,7 @@ def learn_novelty(
         progress: show a bar if it takes more than two seconds.
     """
     check_inputs(model, x)
+    check_posterior(model, posterior)
     if held_out is not None:
         check_inputs(model, held_out, "held_out")
         if held_out.shape[1:] != x.shape[1:]:

@@ -148,7 +148,7 @@ def test_runs_are_seeded_chain_by_chain_and_leave_no_trace():
 def test_a_run_says_what_it_did():
     case = scenarios.gaussian_regression(num_outputs=1)
     run = run_nuts(case.model, case.x, case.y, 20, 20, 2, progress=False)
-    assert set(run.stats) == {"lp", "diverging", "n_steps", "step_size"}
+    assert set(run.stats) == {"lp", "energy", "diverging", "n_steps", "step_size"}
     assert {tuple(value.shape) for value in run.stats.values()} == {(2, 20)}
     assert (run.stats["n_steps"] >= 1).all()
     expected = log_joint(case.model, case.h.detach(), case.y, run.flat())
@@ -160,6 +160,28 @@ def test_a_run_says_what_it_did():
     assert run.get_samples()["z"].shape == (40, 1, 2, 3)
     assert run.get_samples(group_by_chain=True)["z"].shape == (2, 20, 1, 2, 3)
     assert draw_posterior(case.model, run) is run
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_energy_is_potential_plus_kinetic():
+    """A whitened regression of K weights is a standard normal: E = U + K is chi^2 / 2 of 2 K."""
+    case = scenarios.gaussian_regression(num_outputs=1)
+    run = run_nuts(case.model, case.x, case.y, 400, 50, progress=False)
+    K = case.model.layer.num_weights
+    lowest = run.stats["energy"].new_tensor(-log_joint_at_mean(case))
+    kinetic = run.stats["energy"][:, 1:] + run.stats["lp"][:, :-1]  # lp is -U up to a constant
+    assert (kinetic > 0).all()
+    se = effective_sample_size(kinetic).rsqrt() * kinetic.std()
+    assert (kinetic.mean() - K / 2).abs() < 4 * se
+    energy = run.stats["energy"] - lowest
+    assert (energy.mean() - K).abs() < 4 * energy.std() * effective_sample_size(energy).rsqrt()
+
+
+def log_joint_at_mean(case):
+    """log p(y, w) at the posterior mean of a regression, where it is largest."""
+    means = case.exact().guide.weight_means()
+    sites = {"z": means.z.detach().unsqueeze(0), "mu": means.mu.detach().unsqueeze(0)}
+    return float(log_joint(case.model, case.h.detach(), case.y, sites))
 
 
 def test_progress_is_shown_on_stderr_when_asked_for(capsys):

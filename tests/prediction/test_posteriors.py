@@ -1,5 +1,7 @@
 """Any posterior predicts: closed forms as they are, draws as a naive loop over them does."""
 
+import re
+
 import numpy
 import pyro.distributions as dist
 import pytest
@@ -13,13 +15,16 @@ from pyro_dak import (
     HorseshoePrior,
     calibrate,
     compare_posteriors,
+    components,
     learn_novelty,
     predict,
     run_nuts,
     sample_functions,
 )
+from pyro_dak.diagnostics import loo
 from pyro_dak.inference.draws import draw_posterior, resolve_posterior
 from pyro_dak.prediction.results import MixturePrediction
+from pyro_dak.training.plan import History
 from tests import scenarios
 
 SHORT = pytest.mark.filterwarnings("ignore:.*(diverged|r-hat).*:UserWarning")
@@ -276,3 +281,31 @@ def test_any_posteriors_are_compared():
         case.model, posteriors, case.x, case.y).summary()}  # fmt: skip
     assert rows["exact"]["mean_difference"] == 0
     assert rows["run"] | {"posterior": ""} == rows["draws"] | {"posterior": ""}
+
+
+@SHORT
+def test_results_are_shown_as_summaries():
+    case = scenarios.gaussian_regression(num_rows=300)
+    exact, run = case.exact(), run_of(case)
+    labels = scenarios.classification(num_rows=300)
+    comparison = compare_posteriors(case.model, {"exact": exact, "run": run}, case.x, case.y)
+    shown = {
+        "exact": (repr(exact), "2 functions x 7 weights, log evidence"),
+        "run": (repr(run), r"2 x 6 draws of mu \(2,\), z \(2, 2, 3\); max r-hat .*, min ESS"),
+        "prediction": (repr(predict(case.model, exact, case.x)), "300 rows x 2 outputs, Gaussian"),
+        "classes": (repr(predict(labels.model, labels.guide, labels.x)), "300 rows x 3 classes"),
+        "draws": (
+            repr(sample_functions(case.model, exact, 50)),
+            "50 draws of 2 functions; float64",
+        ),
+        "components": (repr(components(case.model, exact, case.x)), "300 rows x 2 functions x 2"),
+        "comparison": (repr(comparison), "exact, run, against exact; 14 weights"),
+        "loo": (repr(loo(case.model, exact, case.x, case.y, num_samples=50)), "300 rows, of which"),
+        "history": (
+            repr(History([{"loss": 1.0}] * 500, seconds=[0.1] * 500)),
+            "500 epochs, running",
+        ),
+    }
+    for text, expected in shown.values():
+        assert re.search(expected, text), text
+        assert len(text) < 300
