@@ -23,8 +23,10 @@ class FailsElsewhere(Likelihood):
         return dist.Laplace(f, 1.0).to_event(1)
 
 
-def test_draws_are_those_of_the_sequential_run(capsys):
+@pytest.mark.slow
+def test_draws_are_those_of_the_sequential_run_and_the_network_is_not_sent(capsys):
     case = scenarios.make(num_rows=20, num_outputs=1)
+    case.model.feature_extractor.hook = lambda: None  # which cannot be pickled
     prior = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
     options = {"num_samples": 8, "warmup_steps": 8, "num_chains": 2, "seed": 3}
     runs = [
@@ -41,6 +43,7 @@ def test_draws_are_those_of_the_sequential_run(capsys):
     assert runs[0].acceptance == runs[1].acceptance
 
 
+@pytest.mark.slow
 def test_an_error_of_a_chain_reaches_the_caller():
     case = scenarios.make(FailsElsewhere(), num_outputs=1)
     with pytest.raises(ArithmeticError, match="the seventh number is odd"):
@@ -53,11 +56,3 @@ def test_what_cannot_be_sent_is_named():
     )
     with pytest.raises(TypeError, match=r"`parallel=True` sends .* cannot be sent: .*lambda"):
         run_nuts(case.model, case.x, case.y, 4, 0, 2, parallel=True, progress=False)
-
-
-def test_the_network_is_not_sent():
-    case = scenarios.make("categorical", num_outputs=2, num_units=1, level=1)
-    case.model.feature_extractor.hook = lambda: None  # which cannot be pickled
-    run = run_nuts(case.model, case.x, case.y, 4, 2, 2, parallel=True, progress=False)
-    assert run.num_chains == 2
-    assert case.model.feature_extractor is not None
