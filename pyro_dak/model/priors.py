@@ -60,8 +60,15 @@ class _CheckedPrior(Prior):
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.dim() > 0:
+                raise TypeError(
+                    f"`{field.name}` of {type(self).__name__} is one number for all elements of a "
+                    f"site; got shape {tuple(value.shape)}. For one number each, give a "
+                    "distribution, such as pyro.distributions.Normal(0.0, scales)."
+                )
             check_fn = check_real if field.name == "loc" else check_positive
-            check_fn(field.name, getattr(self, field.name))
+            check_fn(field.name, value)
 
 
 PriorLike: TypeAlias = (
