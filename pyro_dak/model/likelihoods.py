@@ -3,7 +3,6 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pyro.distributions as dist
@@ -98,14 +97,6 @@ class Likelihood(nn.Module, ABC):
         a number for all rows as `(..., 1)`, where the dots are draws and the data plate.
         """
         return {}
-
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> "Likelihood":
-        """A copy with fixed parameters that stand for draws `(S, ...)` of them in predictions."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what stands for draws of "
-            f"{', '.join(f'`{name}`' for name in parameters)} in predictions. Give it a method "
-            "`with_draws`, or predict by `Predictive` of Pyro."
-        )
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
@@ -286,12 +277,6 @@ class _NoisyLikelihood(Likelihood):
             for name, prior in self.parameter_priors.items()
         }
 
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """A copy whose noise has the mean variance of the draws, as predictions have."""
-        draws = parameters["noise_scale"]
-        mean = draws.reshape(-1, *self.noise_scale.shape).square().mean(0)
-        return self.with_noise(0.5 * mean.log())
-
 
 class GaussianLikelihood(_NoisyLikelihood):
     """y = f + noise, noise ~ N(0, noise_scale^2), independent over outputs.
@@ -459,14 +444,6 @@ class StudentTLikelihood(_NoisyLikelihood):
         """Priors of the scale of the noise and of the degrees of freedom, if they have any."""
         own = {} if self.df_prior is None else {"df": self.df_prior}
         return super().parameter_priors | own
-
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """As for other noise; the mean of the draws stands for the degrees of freedom."""
-        has_noise = "noise_scale" in parameters
-        other: Any = super().with_draws(parameters) if has_noise else copy.copy(self)
-        if "df" in parameters:
-            other.df = float(parameters["df"].mean())
-        return other
 
     def distribution(
         self, f: Tensor, noise_scale: Tensor | None = None, df: Tensor | None = None

@@ -361,16 +361,6 @@ def test_hyper_parameters_are_learned_by_composition(site):
     assert history.status == "finished"
 
 
-def test_predictions_have_the_mean_variance_of_drawn_noise():
-    likelihood = StudentTLikelihood(
-        dist.Gamma(torch.tensor(4.0), 1.0), dist.LogNormal(torch.zeros(2), 0.5)
-    )
-    draws = {"noise_scale": torch.rand(50, 1, 2) + 0.1, "df": 3 + torch.rand(50, 1)}
-    fixed = likelihood.with_draws(draws)
-    assert_close(fixed.noise_scale.square(), draws["noise_scale"].square().mean((0, 1)))
-    assert fixed.df == pytest.approx(float(draws["df"].mean()))
-
-
 def scale_of_all_weights(shape):
     """Weights with a common scale that has a prior itself."""
     tau = pyro.sample("tau", dist.LogNormal(torch.tensor(0.0), 1.0))
