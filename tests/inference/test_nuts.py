@@ -1,12 +1,14 @@
 """The draws of NUTS and HMC are those of the posterior."""
 
+import copy
+
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC
 from torch.testing import assert_close
 
-from pyro_dak import GaussianLikelihood, exact_posterior, run_nuts
+from pyro_dak import GaussianLikelihood, StudentTLikelihood, exact_posterior, predict, run_nuts
 from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from pyro_dak.inference.draws import draw_posterior
@@ -129,6 +131,30 @@ def test_priors_are_swapped_under_nuts(prior):
     assert all(bool(torch.isfinite(value).all()) for value in run.sites.values())
     if case.model.has_shrinkage:
         assert (run.sites["shrinkage"] > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*(diverged|r-hat).*:UserWarning")
+@pytest.mark.usefixtures("no_type_checker")
+def test_scales_with_priors_in_the_model_are_sampled_as_by_options():
+    noise = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
+    scales = dist.LogNormal(torch.tensor(0.0), torch.tensor(0.3))
+    case = scenarios.make(GaussianLikelihood(noise), num_rows=20, prior={"unit_scale": scales})
+    run = run_nuts(case.model, case.x, case.y, 10, 10, progress=False)
+    plain = copy.deepcopy(case.model)
+    plain.likelihood = GaussianLikelihood(1.0)
+    plain._set_priors({})
+    options = {"noise_prior": noise, "unit_scale_prior": scales}
+    again = run_nuts(plain, case.x, case.y, 10, 10, **options, progress=False)
+    assert set(run.sites) == {"mu", "z", "noise_scale", "unit_scale"}
+    for name, value in run.sites.items():
+        assert_close(value, again.sites[name])
+    assert_close(run.stats["lp"], again.stats["lp"])
+    assert predict(case.model, run, case.x).mean.shape == (20, 2)
+    with pytest.raises(ValueError, match="`noise_scale` has a prior in the model already"):
+        run_nuts(case.model, case.x, case.y, 4, 0, noise_prior=noise, progress=False)
+    heavy = scenarios.make(StudentTLikelihood(dist.Gamma(torch.tensor(4.0), 1.0)))
+    with pytest.raises(NotImplementedError, match="`df`"):
+        run_nuts(heavy.model, heavy.x, heavy.y, 4, 0, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")

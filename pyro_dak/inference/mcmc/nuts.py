@@ -7,7 +7,7 @@ other or in processes side by side. Everything is computed in float64.
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,9 @@ from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
 from pyro_dak.inference.mcmc.processes import Report, run_in_processes
 from pyro_dak.inference.mcmc.target import Target
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import evaluating
-from pyro_dak.model.priors import PriorLike, site_prior
+from pyro_dak.model.priors import PriorLike, site_prior, sites_inside
 from pyro_dak.validation import check_finite, check_integer, check_positive, check_probability
 
 __all__ = ["MCMCRun", "run_hmc", "run_nuts"]
@@ -134,8 +135,8 @@ def run_nuts(
     or if r-hat is above 1.05.
 
     Args:
-        model: the model. Its network stays fixed, and so do its noise and unit scales unless they
-            get a prior here.
+        model: the model. Its network stays fixed, and so do its noise and unit scales, unless they
+            have a prior in the model or get one here.
         num_samples: draws per chain after the warm-up.
         warmup_steps: draws per chain that adapt step size and masses and are thrown away.
         num_chains: number of chains.
@@ -206,10 +207,13 @@ def _run(
     check_integer("warmup_steps", warmup_steps, minimum=0)
     check_integer("num_chains", num_chains, minimum=1)
     check_integer("seed", seed, minimum=-(2**63))
-    h, y = unit_data(model, x, y)
+    check_model(model)
+    own = _own_priors(model)
+    h, y = unit_data(model, x, y, given=own)
     should_adapt = not whiten or warmup_steps >= _MASS_WARMUP
     with evaluating(model), pyro.validation_enabled(False):
-        extra_priors = _extra_priors(model, noise_prior, unit_scale_prior)
+        options = {"noise_scale": noise_prior, "unit_scale": unit_scale_prior}
+        extra_priors = _extra_priors(model, own, options)
         target = Target(model, h, y, extra_priors, whiten)
         kernel_fn = partial(kernel_fn, adapt_mass_matrix=should_adapt)
         chains = [
@@ -228,28 +232,46 @@ def _run(
         for name, value in flat.items():
             check_finite(f"draws of {name}", value)
         lp = log_joint(model, h, y, flat)
-        lp = lp + sum(prior.log_prob(flat[name]) for name, prior in extra_priors.items())
+        lp = lp + sum(p.log_prob(flat[name]) for name, p in extra_priors.items() if name not in own)
     run.stats["lp"] = lp.unflatten(0, (num_chains, num_samples))
     _warn_if_untrustworthy(run)
     return run
 
 
+def _own_priors(model: DAK) -> dict[str, PriorLike]:
+    """Priors of the scales that are sites of the model, apart from those that sample inside."""
+    own = {name: model.prior[name] for name in model.scale_shapes if name == "unit_scale"}
+    noise = getattr(model.likelihood, "parameter_priors", {}).get("noise_scale")
+    own |= {} if noise is None else {"noise_scale": noise}
+    shapes = {"unit_scale": torch.Size((model.num_units,)), "noise_scale": torch.Size()}
+    return {name: prior for name, prior in own.items() if not sites_inside(prior, shapes[name])}
+
+
 def _extra_priors(
-    model: DAK, noise_prior: PriorLike | None, unit_scale_prior: PriorLike | None
+    model: DAK, own: Mapping[str, PriorLike], options: Mapping[str, PriorLike | None]
 ) -> dict[str, Distribution]:
-    """Priors of the parameters that are sampled; the parameter's shape is the event shape."""
-    priors: dict[str, Distribution] = {}
+    """Priors of the scales that are sampled; the shape of a scale is the event shape of its prior.
+
+    They are the model's own, or come from the options `noise_prior` and `unit_scale_prior`.
+    """
     like = model.layer.log_unit_scale.detach().double()
-    if noise_prior is not None:
-        noise = noise_scale(model.likelihood)
-        if noise is None:
+    noise = noise_scale(model.likelihood)
+    shapes = {"noise_scale": None if noise is None else noise.shape, "unit_scale": like.shape}
+    priors: dict[str, Distribution] = {}
+    for name, shape in shapes.items():
+        option = {"noise_scale": "noise_prior", "unit_scale": "unit_scale_prior"}[name]
+        prior = options[name]
+        if prior is not None and name in own:
+            raise ValueError(f"`{name}` has a prior in the model already; leave `{option}` out.")
+        prior = own.get(name, prior)
+        if prior is None:
+            continue
+        if shape is None:
             raise ValueError(
-                "`noise_prior` needs a likelihood with a noise scale; got "
+                f"`{option}` needs a likelihood with a noise scale; got "
                 f"{type(model.likelihood).__name__}. Leave it out."
             )
-        priors["noise_scale"] = site_prior("noise_scale", noise_prior, noise.shape, like)
-    if unit_scale_prior is not None:
-        priors["unit_scale"] = site_prior("unit_scale", unit_scale_prior, like.shape, like)
+        priors[name] = site_prior(name, prior, shape, like)
     return priors
 
 
