@@ -22,7 +22,7 @@ from pyro.nn import PyroModule
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
-from pyro_dak.inference.densities import noise_scale, seeded
+from pyro_dak.inference.densities import checked_data, noise_scale, seeded, unit_data
 from pyro_dak.inference.exact import ExactPosterior
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.inference.guides.base import check_guide
@@ -46,6 +46,7 @@ __all__ = [
     "check_posterior",
     "draw_posterior",
     "draw_sites",
+    "draws_and_data",
     "has_closed_form",
     "resolve_posterior",
     "site_labels",
@@ -226,6 +227,18 @@ def draw_posterior(
         return Draws(sites, stats=_stats_of(posterior, Draws(sites)))
     assert isinstance(posterior, Mapping)
     return Draws(_checked_samples(model, posterior))
+
+
+def draws_and_data(
+    model: DAK, posterior: Posterior, x: Tensor, y: Tensor, **options: Any
+) -> tuple[Draws, Tensor, Tensor]:
+    """Draws from a posterior, and the unit inputs and targets of its data, in float64.
+
+    Sites of the model that have draws are known. The options are those of `draw_posterior`.
+    """
+    checked_data(model, x, y)
+    draws = draw_posterior(model, posterior, x=x, **options)
+    return draws, *unit_data(model, x, y, given=draws.sites)
 
 
 def check_posterior(model: DAK, posterior: Posterior, same_dtype: bool = True) -> None:

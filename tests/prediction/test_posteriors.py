@@ -1,5 +1,6 @@
 """Any posterior predicts: closed forms as they are, draws as a naive loop over them does."""
 
+import math
 import re
 
 import numpy
@@ -12,6 +13,7 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from torch.testing import assert_close
 
 from pyro_dak import (
+    GaussianLikelihood,
     HorseshoePrior,
     calibrate,
     compare_posteriors,
@@ -309,3 +311,29 @@ def test_results_are_shown_as_summaries():
     for text, expected in shown.values():
         assert re.search(expected, text), text
         assert len(text) < 300
+
+
+@SHORT
+def test_hyper_parameters_with_priors_are_known_by_their_draws():
+    """A guide made of parts has draws of the noise: it predicts, and is judged with them."""
+    noise = dist.LogNormal(torch.tensor(-0.5), 0.5)
+    case = scenarios.make(GaussianLikelihood(noise), num_outputs=1, num_rows=10)
+    guide = AutoGuideList(case.model)
+    guide.append(case.guide)
+    guide.append(AutoNormal(poutine.block(case.model, expose=["noise_scale"])))
+    guide(case.x, case.y)
+    draws = draw_posterior(case.model, guide, num_samples=100, x=case.x, seed=0)
+    sites = draws.flat()
+    assert set(sites) == {"mu", "z", "noise_scale"}
+    f = draws_by_loop(case, {name: sites[name] for name in ("z", "mu")})
+    densities = dist.Normal(f, sites["noise_scale"].reshape(-1, 1, 1)).log_prob(case.y)
+    prediction = predict(case.model, guide, case.x)
+    expected = densities.sum(-1).logsumexp(0) - math.log(100)
+    assert_close(prediction.log_prob(case.y), expected)
+    left_out = loo(case.model, guide, case.x, case.y, num_samples=100)
+    again = loo(case.model, draws, case.x, case.y)
+    assert left_out.elpd == again.elpd
+    rows = compare_posteriors(case.model, {"a": guide, "b": run_of(case)}, case.x, case.y)
+    assert set(rows.fits) == {"a", "b"}
+    with pytest.raises(NotImplementedError, match="`noise_scale`"):
+        predict(case.model, case.guide, case.x)
