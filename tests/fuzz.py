@@ -74,6 +74,7 @@ METHODS = {
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
+    "MixturePrediction": "",  # as those of Prediction
     "Novelty": "",
     "Summary": "",
     "*ELBO": "differentiable_loss loss loss_and_grads terms",

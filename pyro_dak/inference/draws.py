@@ -65,9 +65,12 @@ def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> d
 
 
 def _sites_of(trace: poutine.Trace) -> list[str]:
-    """The sites of a guide that the model has too, without those that are the guide's own."""
-    nodes = trace.nodes
-    return [n for n in trace.stochastic_nodes if not nodes[n]["infer"].get("is_auxiliary")]
+    """The latent sites of a guide that the model has too, without those that are its own.
+
+    A guide that was set up without targets samples `y` too, which is not looked at.
+    """
+    nodes, names = trace.nodes, trace.stochastic_nodes
+    return [n for n in names if n != "y" and not nodes[n]["infer"].get("is_auxiliary")]
 
 
 def _trace_draws(guide: nn.Module, num_samples: int, x: Tensor | None) -> poutine.Trace:
@@ -267,13 +270,16 @@ def _stats_of(mcmc: MCMC, draws: Draws) -> dict[str, Tensor]:
 
 
 def _from_trace(model: DAK, trace: poutine.Trace, num_samples: int, num_chains: int) -> Draws:
-    """The draws of a guide and their log densities."""
+    """The draws of a guide and their log densities, which are unknown if it samples `y` too."""
     S, batch = num_samples * num_chains, (num_chains, num_samples)
     values = {name: trace.nodes[name]["value"] for name in _sites_of(trace)}
     check_draws(model, values)
-    trace.compute_log_prob()
-    log_probs = [trace.nodes[name]["log_prob"].double() for name in trace.stochastic_nodes]
-    log_q = torch.stack([log_prob.expand(S, 1) for log_prob in log_probs]).sum(0)
+    log_q = None
+    if "y" not in trace.nodes:
+        trace.compute_log_prob()
+        log_probs = [trace.nodes[name]["log_prob"].double() for name in trace.stochastic_nodes]
+        log_q = torch.stack([log_prob.expand(S, 1) for log_prob in log_probs]).sum(0)
+        log_q = log_q.reshape(batch)
     events = {n: trace.nodes[n]["fn"].event_shape for n in values} | model.site_shapes
     sites = {
         name: value.double().expand(S, 1, *events[name]).reshape(*batch, *events[name])
@@ -281,7 +287,7 @@ def _from_trace(model: DAK, trace: poutine.Trace, num_samples: int, num_chains: 
     }
     for name, value in sites.items():  # squares of draws are finite too, or densities are not
         check_finite(f"draws of {name}", value.square())
-    return Draws(sites, log_q.reshape(batch))
+    return Draws(sites, log_q)
 
 
 def _checked_samples(model: DAK, samples: Mapping[str, Any]) -> dict[str, Tensor]:
