@@ -44,7 +44,7 @@ from pyro_dak.prediction import Prediction
 from pyro_dak.validation import check_choice
 
 PAPER_SETS = ("wine", "gas", "parkinsons", "kin40k", "protein", "keggdirected")
-BASELINES = ("nn", "nn_svgp", "svdkl", "avdkl")
+BASELINES = ("nn", "nn_bn", "nn_svgp", "svdkl", "avdkl")
 MODELS = ("dak_cf", "dak_mc", *BASELINES)
 LEVELS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 # The noise variance of an untrained GPyTorch likelihood, through which the paper's NLPD is taken.
@@ -88,6 +88,7 @@ PRESETS = {
             "dak_cf": _PAPER_DAK,
             "dak_mc": _PAPER_DAK,
             "nn": {"noise_scale": 0.1, "learn_noise": False},
+            "nn_bn": {"noise_scale": 0.1, "learn_noise": False},
         },
     ),
     # Chosen on rows held out from the training part of fold 0. AV-DKL has a tanh on its features.
@@ -98,6 +99,7 @@ PRESETS = {
             "dak_cf": _BEST_DAK,
             "dak_mc": _BEST_DAK,
             "nn": {"relu_output": True},
+            "nn_bn": {"relu_output": True},
             "nn_svgp": {"relu_output": True},
             "svdkl": {"relu_output": True, "is_dense": True},
         },

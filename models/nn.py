@@ -13,19 +13,26 @@ from pyro_dak.additive.gaussian import FunctionMoments
 class NeuralNetwork(TableBaseline):
     """y ~ N(network(x), noise_scale^2). There is no epistemic variance."""
 
-    last_layer: GaussianLikelihood
+    @property
+    def likelihood(self) -> GaussianLikelihood:
+        """p(y | output of the network)."""
+        return self.last_layer
+
+    def output(self, x: Tensor) -> Tensor:
+        """The mean of y, `(N, C)`."""
+        return self.network(x)
 
     def loss(self, x: Tensor, y: Tensor, num_data: int) -> Tensor:
-        """Mean over rows of -log N(y | network(x), noise_scale^2)."""
-        return -self.last_layer.distribution(self.network(x)).log_prob(y).mean()
+        """Mean over rows of -log N(y | output(x), noise_scale^2)."""
+        return -self.likelihood.distribution(self.output(x)).log_prob(y).mean()
 
     def function_moments(self, x: Tensor) -> FunctionMoments:
-        mean = self.network(x)
+        mean = self.output(x)
         return FunctionMoments(mean, torch.zeros_like(mean))
 
     @property
     def noise_scale(self) -> Tensor:
-        return self.last_layer.noise_scale
+        return self.likelihood.noise_scale
 
 
 def build(
