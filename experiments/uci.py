@@ -31,6 +31,7 @@ from experiments import paper
 from experiments.datasets import load_regression
 from experiments.report import add_spread, announce_report, markdown_table, newest, save_figure
 from experiments.runs import Job, Line, result_directory, run_all, start
+from models.shared.backbones import BACKBONES
 from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.calibration import coverage_curve, gaussian_pit
 from pyro_dak.diagnostics.scores import (
@@ -119,8 +120,9 @@ def make_job(
     epochs: int | None = None,
     max_rows: int | None = None,
     device: str = "cpu",
+    backbone: str = "mlp",
 ) -> Job:
-    """The job of one fold of a data set with a model."""
+    """The job of one fold of a data set with a model, on the paper's backbone or another."""
     chosen = PRESETS[preset]
     epochs = epochs or chosen.recipe.epochs
     recipe = replace(chosen.recipe, seed=seed + fold, device=device, epochs=epochs)
@@ -133,6 +135,8 @@ def make_job(
         "recipe": asdict(recipe),
         "options": chosen.options.get(model, {}),
     }
+    if backbone != "mlp":
+        settings["options"] = settings["options"] | {"backbone": backbone}
     return Job("uci", dataset, model, seed, settings)
 
 
@@ -409,6 +413,7 @@ def main(
     num_folds: Annotated[int, typer.Option("--folds", help="Folds of the data.")] = 5,
     only_folds: Annotated[int | None, typer.Option(help="Run only so many of them.")] = None,
     preset: Annotated[str, typer.Option(help="paper or best.")] = "best",
+    backbone: Annotated[str, typer.Option(help="mlp; residual_mlp for dak and nn.")] = "mlp",
     epochs: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     seed: Annotated[int, typer.Option(help="Of models and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -421,6 +426,7 @@ def main(
 ) -> None:
     """Make the runs, then write the table and the figures."""
     check_choice("preset", preset, PRESETS)
+    check_choice("backbone", backbone, BACKBONES)
     names = model or (["dak_cf", "nn"] if quick else list(MODELS))
     for name in names:
         check_choice("model", name, models.names())
@@ -437,6 +443,7 @@ def main(
             epochs=epochs or (2 if quick else None),
             max_rows=100 if quick else None,
             device=device,
+            backbone=backbone,
         )
         for set_name in dataset or (["diabetes"] if quick else PAPER_SETS)
         for name in names

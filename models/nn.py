@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.shared.backbones import backbone
+from models.shared import backbones
 from models.shared.baseline import TableBaseline
 from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
@@ -43,10 +43,16 @@ def build(
     noise_scale: float = 0.5,
     learn_noise: bool = True,
     relu_output: bool = False,
+    backbone: str = "mlp",
 ) -> NeuralNetwork:
-    """The backbone to D_w features, with a ReLU on them if `relu_output`, and a linear output."""
+    """The backbone to D_w features, with a ReLU on them if `relu_output`, and a linear output.
+
+    `backbone` is a name of `models.shared.backbones`.
+    """
     with seeded(recipe.seed):
-        features = backbone(input_dim, feature_dim, relu_output=relu_output)
+        features = backbones.backbone(
+            input_dim, feature_dim, relu_output=relu_output, name=backbone
+        )
         network = nn.Sequential(features, nn.Linear(feature_dim, num_outputs))
     likelihood = GaussianLikelihood(noise_scale, learn_noise)
     return NeuralNetwork(input_dim, num_outputs, network, likelihood, recipe)

@@ -7,7 +7,7 @@ has both as well is the fair opponent: what is left of a difference is the last 
 from torch import Tensor, nn
 
 from models.nn import NeuralNetwork
-from models.shared.backbones import backbone
+from models.shared import backbones
 from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
 
@@ -33,10 +33,16 @@ def build(
     noise_scale: float = 0.5,
     learn_noise: bool = True,
     relu_output: bool = False,
+    backbone: str = "mlp",
 ) -> NormalizedNetwork:
-    """The backbone, batch normalisation of its features, and a linear output as last layer."""
+    """The backbone, batch normalisation of its features, and a linear output as last layer.
+
+    `backbone` is a name of `models.shared.backbones`.
+    """
     with seeded(recipe.seed):
-        features = backbone(input_dim, feature_dim, relu_output=relu_output)
+        features = backbones.backbone(
+            input_dim, feature_dim, relu_output=relu_output, name=backbone
+        )
         output = nn.Linear(feature_dim, num_outputs)
     network = nn.Sequential(features, nn.BatchNorm1d(feature_dim))
     likelihood = GaussianLikelihood(noise_scale, learn_noise)
