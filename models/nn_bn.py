@@ -4,15 +4,16 @@ DAK standardises what its units see and trains its last layer at a rate of its o
 has both as well is the fair opponent: what is left of a difference is the last layer's.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from models.nn import NeuralNetwork
-from models.shared import backbones
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
+from models import nn as nn_board
+from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import GaussianLikelihood
 
 
-class NormalizedNetwork(NeuralNetwork):
+class NormalizedNetwork(nn_board.NeuralNetwork):
     """y ~ N(output of normalised features, noise_scale^2). There is no epistemic variance."""
 
     last_layer: nn.ModuleDict
@@ -30,21 +31,14 @@ def build(
     num_outputs: int = 1,
     feature_dim: int = 64,
     recipe: Recipe = DEFAULT_RECIPE,
-    noise_scale: float = 0.5,
-    learn_noise: bool = True,
-    relu_output: bool = False,
-    backbone: str = "mlp",
+    **options: Any,
 ) -> NormalizedNetwork:
-    """The backbone, batch normalisation of its features, and a linear output as last layer.
+    """The network of `models.nn`, with its features normalised and its output as last layer.
 
-    `backbone` is a name of `models.shared.backbones`.
+    The options are those of `models.nn.build`.
     """
-    with seeded(recipe.seed):
-        features = backbones.backbone(
-            input_dim, feature_dim, relu_output=relu_output, name=backbone
-        )
-        output = nn.Linear(feature_dim, num_outputs)
+    plain = nn_board.build(input_dim, num_outputs, feature_dim, recipe, **options)
+    features, output = plain.network
     network = nn.Sequential(features, nn.BatchNorm1d(feature_dim))
-    likelihood = GaussianLikelihood(noise_scale, learn_noise)
-    last_layer = nn.ModuleDict({"output": output, "likelihood": likelihood})
+    last_layer = nn.ModuleDict({"output": output, "likelihood": plain.likelihood})
     return NormalizedNetwork(input_dim, num_outputs, network, last_layer, recipe)
