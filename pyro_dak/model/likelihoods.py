@@ -485,8 +485,11 @@ class CategoricalLikelihood(Likelihood):
     ) -> ExpectedDerivatives:
         """1{y = c} - E p_c and E p_c (1 - p_c), p = softmax(f), from antithetic draws of f.
 
-        The draws are fresh at each call, so that averages over calls have no bias.
+        The draws are fresh at each call, so that averages over calls have no bias. With more than
+        100 classes there are fewer of them, at least two: a row draws all of its classes, and
+        precisions that classes share average over these as well.
         """
+        num_samples = max(2, min(num_samples, num_samples * 100 // moments.mean.shape[-1]))
         p = _antithetic_draws(moments, num_samples).softmax(-1)
         gradient = nn.functional.one_hot(y, p.shape[-1]) - p.mean(0)
         curvature = (p * (1 - p)).mean(0)
