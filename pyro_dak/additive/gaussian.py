@@ -145,7 +145,7 @@ def expected_log_normal(
     -(log 2 pi + log s^2 + ((y - m)^2 + v) / s^2) / 2 for each output; `noise_scale` is a scalar
     or one per output, `(C,)`.
     """
-    if not torch.compiler.is_compiling():
+    if not fused.needs_plain_operations():
         return fused.ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
     squares = (y - f_mean).square() + f_var
     return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares / noise_scale.square()).sum(-1)

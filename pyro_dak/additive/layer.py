@@ -44,6 +44,11 @@ class AdditiveLayer(nn.Module):
         check_kind("activation", activation, KernelActivation, "a KernelActivation")
         check_integer("num_units", num_units, minimum=1)
         check_integer("num_functions", num_functions, minimum=1)
+        if activation.num_units not in (None, num_units):
+            raise ValueError(
+                f"`activation` must have a lengthscale for each of the {num_units} units, or one "
+                f"number for all; got {activation.num_units} of them."
+            )
         self.activation = activation
         self.num_units = num_units
         self.num_functions = num_functions
