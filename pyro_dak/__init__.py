@@ -20,6 +20,7 @@ from pyro_dak.inference.guides import (
 from pyro_dak.inference.mcmc.nuts import run_nuts
 from pyro_dak.inference.natural import NaturalVI
 from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
+from pyro_dak.model.additive_gp import AdditiveGP
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import (
     BernoulliLikelihood,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DAK",
+    "AdditiveGP",
     "BernoulliLikelihood",
     "CategoricalLikelihood",
     "CheckpointError",

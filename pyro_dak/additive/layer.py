@@ -67,15 +67,23 @@ class AdditiveLayer(nn.Module):
         """Weights of one function: bias, linear terms, kernel weights."""
         return 1 + self.num_units * (self.linear_term + self.activation.num_inducing)
 
-    def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        weights: Weights,
+        shrinkage: Tensor | None = None,
+        unit_scale: Tensor | None = None,
+    ) -> Tensor:
         """f, `(..., N, F)`.
 
         Args:
             h: inputs of the units, `(..., N, P)`.
             weights: z, mu and linear, with any batch in front.
             shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
+            unit_scale: sigma, likewise; by default the layer's own.
         """
-        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
+        sigma = self.unit_scale if unit_scale is None else unit_scale
+        sigma = sigma if shrinkage is None else sigma * shrinkage
         sigma = sigma.unsqueeze(-2)  # (..., 1, P)
         z, mu, linear = weights
         f = self.activation.combine(h, z * sigma.unsqueeze(-1)) + mu.unsqueeze(-2)

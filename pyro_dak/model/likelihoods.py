@@ -3,6 +3,7 @@
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pyro.distributions as dist
@@ -27,6 +28,13 @@ from pyro_dak.additive.quadrature import (
     log_expectation,
     log_student_t,
     normal_nodes,
+)
+from pyro_dak.model.priors import (
+    PriorLike,
+    check_positive_prior,
+    is_prior,
+    sample_scale,
+    scale_shape,
 )
 from pyro_dak.validation import (
     check_finite,
@@ -78,7 +86,26 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def distribution(self, f: Tensor) -> dist.Distribution:
-        """p(y | f), batch shape `(..., N)`."""
+        """p(y | f), batch shape `(..., N)`.
+
+        A likelihood that samples parameters takes them as further arguments, by name.
+        """
+
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the parameters that have priors, outside of the data plate; here there are none.
+
+        The values go to `distribution` by name, in a shape that broadcasts against f `(..., N, F)`:
+        a number for all rows as `(..., 1)`, where the dots are draws and the data plate.
+        """
+        return {}
+
+    def with_draws(self, parameters: Mapping[str, Tensor]) -> "Likelihood":
+        """A copy with fixed parameters that stand for draws `(S, ...)` of them in predictions."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what stands for draws of "
+            f"{', '.join(f'`{name}`' for name in parameters)} in predictions. Give it a method "
+            "`with_draws`, or predict by `Predictive` of Pyro."
+        )
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
@@ -197,10 +224,18 @@ class _Noise(nn.Module):
 
 
 class _NoisyLikelihood(Likelihood):
-    """y = f + noise with a scale of the noise, one or one per output, which may be learned."""
+    """y = f + noise with a scale of the noise, one or one per output.
 
-    def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
+    It is learned, fixed, or a site `noise_scale` with a prior.
+    """
+
+    def __init__(self, noise_scale: float | Tensor | PriorLike = 0.1, learn: bool = True):
         super().__init__()
+        self.noise_prior: tuple[PriorLike, torch.Size] | None = None
+        if is_prior(noise_scale):
+            shape = scale_shape(noise_scale)
+            check_positive_prior("noise_scale", noise_scale, shape)
+            self.noise_prior, noise_scale, learn = (noise_scale, shape), torch.ones(shape), False
         if isinstance(noise_scale, Tensor):
             (check_floating if noise_scale.is_complex() else check_tensor)(
                 "noise_scale", noise_scale
@@ -222,22 +257,36 @@ class _NoisyLikelihood(Likelihood):
 
     @property
     def noise_scale(self) -> Tensor:
-        """Scale of the noise, a scalar or `(C,)`."""
+        """Scale of the noise, a scalar or `(C,)`; 1 if it is a site."""
         return self.noise.log_scale.exp()
+
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the scale of the noise if it has a prior."""
+        if self.noise_prior is None:
+            return {}
+        return {"noise_scale": sample_scale("noise_scale", *self.noise_prior, self.noise_scale)}
+
+    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
+        """A copy whose noise has the mean variance of the draws, as predictions have."""
+        draws = parameters["noise_scale"]
+        assert self.noise_prior is not None
+        mean = draws.reshape(-1, *self.noise_prior[1]).square().mean(0)
+        return self.with_noise(0.5 * mean.log())
 
 
 class GaussianLikelihood(_NoisyLikelihood):
     """y = f + noise, noise ~ N(0, noise_scale^2), independent over outputs.
 
     Args:
-        noise_scale: standard deviation (sigma_f of the paper), one or one per output.
+        noise_scale: standard deviation (sigma_f of the paper), one or one per output; or a prior of
+            it, such as `pyro.distributions.LogNormal(-2.0, 1.0)`, which makes it a site.
         learn: whether it is a parameter.
     """
 
     has_closed_form = True
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
-        return dist.Normal(f, self.noise_scale).to_event(1)
+    def distribution(self, f: Tensor, noise_scale: Tensor | None = None) -> dist.Distribution:
+        return dist.Normal(f, self.noise_scale if noise_scale is None else noise_scale).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         noise_scale = self.noise_scale
@@ -292,22 +341,23 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
     that the noise starts at `noise_scale`.
 
     Args:
-        noise_scale: standard deviation of the noise where the process eta is zero.
+        noise_scale: standard deviation of the noise where the process eta is zero, or a prior.
         learn: whether that level is a parameter.
     """
 
     has_closed_form = True
     coupling = 3.0  # |w r a b| <= w a^2 / 2 + w r^2 b^2 / 2 in the mixed second derivative
 
-    def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
+    def __init__(self, noise_scale: float | Tensor | PriorLike = 0.5, learn: bool = True):
         super().__init__(noise_scale, learn)
 
     def num_functions(self, num_outputs: int) -> int:
         return 2 * num_outputs
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
+    def distribution(self, f: Tensor, noise_scale: Tensor | None = None) -> dist.Distribution:
         mean, eta = f.chunk(2, -1)
-        return dist.Normal(mean, (0.5 * eta + self.noise.log_scale).exp()).to_event(1)
+        log_scale = self.noise.log_scale if noise_scale is None else noise_scale.log()
+        return dist.Normal(mean, (0.5 * eta + log_scale).exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_heteroscedastic(y, *self._parts(moments), _covariance(moments))
@@ -364,20 +414,47 @@ class StudentTLikelihood(_NoisyLikelihood):
     """y = f + noise with Student-t noise: robust to outliers. Expectations by Monte Carlo.
 
     Args:
-        df: degrees of freedom.
-        noise_scale: scale of the noise, one or one per output.
+        df: degrees of freedom, or a prior of it, which makes it a site `df`.
+        noise_scale: scale of the noise, one or one per output, or a prior of it.
         learn: whether the scale is a parameter.
     """
 
-    def __init__(self, df: float = 4.0, noise_scale: float | Tensor = 0.1, learn: bool = True):
+    def __init__(
+        self,
+        df: float | PriorLike = 4.0,
+        noise_scale: float | Tensor | PriorLike = 0.1,
+        learn: bool = True,
+    ):
         super().__init__(noise_scale, learn)
+        self.df_prior: PriorLike | None = None
+        if is_prior(df):
+            check_positive_prior("df", df, torch.Size())
+            self.df_prior, df = df, 4.0
         check_positive("df", df)
-        self.df = float(df)
+        self.df = float(cast(float, df))
         # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
         self.coupling = (self.df + 3) / (self.df + 1)
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
-        return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the scale of the noise and the degrees of freedom, those that have priors."""
+        parameters = super().sample_parameters()
+        if self.df_prior is not None:
+            parameters["df"] = sample_scale("df", self.df_prior, torch.Size(), self.noise_scale)
+        return parameters
+
+    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
+        """As for other noise; the mean of the draws stands for the degrees of freedom."""
+        has_noise = "noise_scale" in parameters
+        other: Any = super().with_draws(parameters) if has_noise else copy.copy(self)
+        if "df" in parameters:
+            other.df = float(parameters["df"].mean())
+        return other
+
+    def distribution(
+        self, f: Tensor, noise_scale: Tensor | None = None, df: Tensor | None = None
+    ) -> dist.Distribution:
+        scale = self.noise_scale if noise_scale is None else noise_scale
+        return dist.StudentT(self.df if df is None else df, f, scale).to_event(1)
 
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
