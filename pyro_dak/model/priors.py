@@ -168,7 +168,7 @@ def check_positive_prior(label: str, value: PriorLike, shape: torch.Size) -> Non
     """Raise unless a prior is one of positive numbers, for a site with this event shape."""
     with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
         prior = site_prior(label, value, shape, torch.zeros((), device="cpu"))
-    minus_one = torch.full(shape, -1.0, dtype=torch.get_default_dtype())
+    minus_one = torch.full(shape, -1.0, dtype=torch.get_default_dtype(), device="cpu")
     if bool(prior.support.check(minus_one).any()):
         raise ValueError(
             f"`{label}` must be a prior of positive numbers, such as "
