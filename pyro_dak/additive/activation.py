@@ -21,6 +21,7 @@ from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.fast import design, fused
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap, node_pattern
+from pyro_dak.fast.transforms import needs_plain_operations, outside_transforms
 from pyro_dak.validation import (
     check_choice,
     check_finite,
@@ -425,7 +426,7 @@ class KernelActivation(nn.Module):
         The arguments are the tensors of `fused.MeanFieldTerms`. The result is None where there is
         no such operation, or where the dense route is faster.
         """
-        if fused.needs_plain_operations() or h.dim() > 2 or loc.dim() > 3:
+        if needs_plain_operations() or h.dim() > 2 or loc.dim() > 3:
             return None
         if self.takes_dense_route(loc):
             return None
@@ -555,7 +556,7 @@ class KernelActivation(nn.Module):
         key = (name, like.dtype, like.device)
         if key not in self._cache:
             # Constants made in inference mode could not train; those in float64 are on the CPU.
-            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            with outside_transforms(), torch.inference_mode(False), torch.device("cpu"):
                 self._cache[key] = make()
         return self._cache[key]
 

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_dak.fast.fused import (
-    Intervals,
-    LinearMap,
-    needs_plain_operations,
-    second_derivative_error,
-    two_nodes,
-)
+from pyro_dak.fast.fused import Intervals, LinearMap, second_derivative_error, two_nodes
+from pyro_dak.fast.transforms import needs_plain_operations
 
 __all__ = ["DesignMoments", "design_moments", "node_pairs"]
 

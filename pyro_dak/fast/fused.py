@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap
+from pyro_dak.fast.transforms import needs_plain_operations
 
 __all__ = [
     "ExpectedLogNormal",
@@ -25,7 +26,6 @@ __all__ = [
     "interpolated_moments",
     "interval_matrix",
     "intervals_of_grid",
-    "needs_plain_operations",
     "node_matrix",
     "second_derivative_error",
     "sinh_ratio",
@@ -35,15 +35,6 @@ __all__ = [
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
-
-
-def needs_plain_operations() -> bool:
-    """Whether torch compiles or transforms what runs now, and can so with plain operations only.
-
-    Compiled, they make one loop, and the compiler finds the gradient by itself; under `torch.func`
-    they have derivatives of any order.
-    """
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def second_derivative_error() -> NotImplementedError:
