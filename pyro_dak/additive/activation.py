@@ -176,7 +176,7 @@ class KernelActivation(nn.Module):
     def _warn_if_coarse(self) -> None:
         own = self.kernel.lengthscale
         shortest = own if isinstance(own, float) else min(own)
-        with torch.device("cpu"), torch.no_grad():
+        with torch.device("cpu"):
             scales = None if self.kernel.is_fixed_number else torch.tensor([shortest]).double()
             kept = self.prior_variance_between_nodes(scales)
         if kept < 0.5:
@@ -490,6 +490,7 @@ class KernelActivation(nn.Module):
         a, b, e = _pick(a, j), _pick(b, j), _pick(e, j)
         return ((w0 * a + w1 * b).square() + (w1 * e).square()).permute(2, 0, 1)
 
+    @torch.no_grad()
     def prior_variance_between_nodes(self, lengthscale: Tensor | None = None) -> float:
         """Least prior variance phi phi^T inside the grid, at the middle between two nodes.
 
