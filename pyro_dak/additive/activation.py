@@ -14,6 +14,7 @@ from pyro_dak.additive import bridge
 from pyro_dak.additive.factor import (
     Delta,
     LevelConstants,
+    as_tensor,
     dense_inverse_factor,
     level_constants,
 )
@@ -218,7 +219,7 @@ class KernelActivation(nn.Module):
             return (-self.log_lengthscale.to(like.dtype)).exp() * spacing
         if self.kernel.is_fixed_number:
             return spacing / self.kernel.lengthscale
-        return self._cached("delta", like, lambda: self.delta.to(like.device, like.dtype))
+        return self._cached("delta", like, lambda: torch.as_tensor(self.delta).to(like))
 
     def _check_is_known(self) -> None:
         if self.kernel.has_prior:
@@ -277,7 +278,7 @@ class KernelActivation(nn.Module):
             own = self._factor
             factor = self._cached("factor", like, lambda: own.to(h.device, dtype))
             return (self.kernel(h.to(dtype), U) @ factor).to(h.dtype)
-        scales = self.grid.spacing / self._delta(like, lengthscale)  # (..., P)
+        scales = self.grid.spacing / as_tensor(self._delta(like, lengthscale))  # (..., P)
         factor = dense_inverse_factor(self.grid, self.kernel, self.jitter, scales)
         k_hU = self.kernel(h.to(dtype), U, scales.unsqueeze(-2))  # (..., N, P, M)
         return torch.einsum("...npm,...pmk->...npk", k_hU, factor).to(h.dtype)
@@ -432,10 +433,10 @@ class KernelActivation(nn.Module):
             return None
         delta = self._delta(loc)
         if isinstance(delta, Tensor):
-            _, *maps = self.unit_constants(loc)
-            return fused.MeanFieldTerms.apply(h, loc, *others, delta, *maps)
+            _, pattern, intervals = self.unit_constants(loc)
+            return fused.MeanFieldTerms.apply(h, loc, *others, delta, pattern, intervals)
         constants = self.local_constants(loc)
-        maps = [constants.interval_map, constants.intervals]
+        maps = (constants.interval_map, constants.intervals)
         return fused.MeanFieldTerms.apply(h, loc, *others, None, *maps)
 
     def design_moments(

@@ -77,7 +77,8 @@ def node_values(
 ) -> Float[Tensor, "*batch m"]:
     """g(U) = L_U z at the sorted nodes, `(..., M)`, from z in level order; O(M), coarse to fine.
 
-    Constants for each unit, `(..., P, M)`, broadcast with z. A point is c (g_left + g_right) + scale z, with a neighbour that does not exist counted as zero.
+    A point is c (g_left + g_right) + scale z, with a neighbour that does not exist counted as zero.
+    Constants for each unit, `(..., P, M)`, broadcast with z.
     """
     g = z[..., :0]
     for points in _levels(z.shape[-1]):
@@ -125,7 +126,7 @@ def locate(x: Float[Tensor, "*shape"], num_inducing: int, delta: Delta) -> Inter
     becomes an index out of range.
     """
     M = num_inducing
-    index = x.detach().clamp(0, M).long().clamp_(0, M)
+    index = x.detach().clamp(0, M).long().clamp(0, M)
     is_left, is_right = index == 0, index == M
     a = (x - index).masked_fill(is_left, FAR)
     b = (1 + index - x).masked_fill(is_right, FAR)
@@ -193,8 +194,8 @@ def level_features(
     if isinstance(delta, Tensor):
         delta = delta.unsqueeze(-1)
     last = count - 1
-    k = torch.minimum((x.detach().unsqueeze(-1) / (2 * d)).clamp_(min=0), count)
-    k = torch.minimum(k.long().clamp_(min=0), last)  # (..., L); a NaN has become 0
+    k = torch.minimum((x.detach().unsqueeze(-1) / (2 * d)).clamp(min=0), count)
+    k = torch.minimum(k.long().clamp(min=0), last)  # (..., L); a NaN has become 0
     r = x.unsqueeze(-1) - (2 * k + 1) * d
     is_right = r >= 0
     r = torch.where(is_right, r, -r)

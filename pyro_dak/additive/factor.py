@@ -33,7 +33,8 @@ def level_coefficients(
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."], Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Regression of a level's points on their coarser neighbours: `(c, scale, c_edge, scale_edge)`.
 
-    Each is like `delta`. With both neighbours at distance d and delta = d / t, the Ornstein-Uhlenbeck bridge gives
+    Each is like `delta`. With both neighbours at distance d and delta = d / t, the
+    Ornstein-Uhlenbeck bridge gives
 
         g = c (g_left + g_right) + scale z,   c = 1 / (2 cosh delta),   scale^2 = tanh delta;
 

@@ -302,7 +302,7 @@ def _interpolate(
     mean, s = picked[:, :2], picked[:, 2:4]  # (F, 2, E, P, N)
     # In the memory of what was picked, which the gradient needs anyway: s_k of `_grad_inputs`.
     s.mul_(w).addcmul_(w.flip(0), picked[:, 4:], value=0.5)
-    saved = (j, places, w, picked)
+    saved: tuple[Tensor, ...] = (j, places, w, picked)
     if isinstance(intervals.delta, Tensor):
         saved += (a, beyond)
     return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), saved
@@ -384,9 +384,7 @@ class _InterpolatedMoments(torch.autograd.Function):
         return mean, var
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_mean: Tensor, grad_var: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
@@ -481,17 +479,20 @@ class MeanFieldTerms(torch.autograd.Function):
     ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"], Float[Tensor, ""]]:
         z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
         sigma = log_sigma.exp().unsqueeze(0)
+        own_map: LinearMap | UnitMap
         if isinstance(table_map, NodePattern):
             assert delta is not None
             intervals = unit_intervals(delta, intervals, table_map.is_inside)
-            table_map = UnitMap(delta, table_map)
-        table = table_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
+            own_map = UnitMap(delta, table_map)
+        else:
+            own_map = table_map
+        table = own_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
         mean, var, saved = _interpolate(h.mT.unsqueeze(0), table, sigma, intervals)
         mean.add_(mu.view(-1, 1, 1))
         var.add_(mu_var.view(-1, 1, 1))
         kl = _twice_kl(loc, log_scale, z_var).add_(_twice_kl(mu, mu_log_scale, mu_var)).div_(2)
         ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
-        ctx.table_map, ctx.intervals, ctx.shape = table_map, intervals, table.shape
+        ctx.table_map, ctx.intervals, ctx.shape = own_map, intervals, table.shape
         return mean.squeeze(1).mT, var.squeeze(1).mT, kl
 
     @staticmethod

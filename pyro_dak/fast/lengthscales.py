@@ -72,8 +72,8 @@ def node_pattern(level: int, dtype: torch.dtype, device: torch.device) -> NodePa
     steps = -2 * torch.stack([rest, d.expand_as(rest)])
     floats = (distance, steps, powers, is_entry, is_shared)
     cast = [part.flatten(-2).unsqueeze(-1).to(device, dtype) for part in floats]
-    indices = [index.to(device) for index in (columns, rows)]
-    return NodePattern(level, *cast, *indices, is_inside.unsqueeze(-1).to(device, dtype))
+    cast += [columns.to(device), rows.to(device), is_inside.unsqueeze(-1).to(device, dtype)]
+    return NodePattern(level, *cast)
 
 
 class UnitMap:

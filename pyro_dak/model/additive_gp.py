@@ -59,8 +59,9 @@ class AdditiveGP(PyroModule):
 
     Sites, all with `name` and a dot in front: `z` with event `(F, P, M)`, `mu` `(F,)`, with a
     linear term `linear` `(F, P)`, with a prior over the scales of the units `shrinkage` `(P,)` or
-    `unit_scale` `(P,)`, with a prior in the kernel `lengthscale` `(P,)`. Weights belong to all rows, so they are sampled outside of plates over
-    rows; `sample` draws them once, for use at several x and inside of plates.
+    `unit_scale` `(P,)`, with a prior in the kernel `lengthscale` `(P,)`. Weights belong to all
+    rows, so they are sampled outside of plates over rows; `sample` draws them once, for use at
+    several x and inside of plates.
 
     With input units, the D columns of x are further units after those of the network, scaled like
     them. Sites, scales and the attribute `num_units` then count all P + D units. A network may take

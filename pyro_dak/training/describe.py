@@ -163,8 +163,8 @@ def check_sizes(
     """
     meta, arguments = torch.device("meta"), _model_arguments(description["model"])
     kernel, (low, high) = arguments["kernel"], arguments["bounds"]
-    # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one has
-    # no constants yet, and finds no grid too coarse.
+    # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one
+    # has no constants yet, and finds no grid too coarse.
     lengthscale = kernel.lengthscale if kernel.has_prior else high - low
     arguments["kernel"] = kernels.LaplaceKernel(lengthscale, learn=kernel.learn)
     with meta:
@@ -408,6 +408,8 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
         starts = {"lengthscale", "noise_scale"} if is_learned else set()
         for key in sorted((then.keys() & now.keys()) - starts):
             yield from differences(then[key], now[key], f"{name}.{key}" if name else key)
+        if "lengthscale" in then and bool(then.get("learn")) != bool(now.get("learn")):
+            yield f"{name}.learn: {bool(then.get('learn'))} then, {bool(now.get('learn'))} now"
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for i, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{name}[{i}]")

@@ -1,4 +1,4 @@
-"""Lengthscales for each unit: fixed, learned, given as draws; on both routes, and smooth kernels."""
+"""Lengthscales for each unit: fixed, learned, given as draws; both routes, and smooth kernels."""
 
 import copy
 import pickle
@@ -245,7 +245,9 @@ def test_derivatives_of_the_lengthscale_of_any_order_exist_on_the_dense_route():
 def test_functions_of_draws_of_lengthscales_are_those_of_each_draw(route, kernel):
     if kernel is not LaplaceKernel and route == "local":
         pytest.skip("smooth kernels have no local route")
-    activation = KernelActivation(DyadicGrid(3, (-1.0, 1.0)), kernel(torch.distributions.Gamma(2, 2)))
+    activation = KernelActivation(
+        DyadicGrid(3, (-1.0, 1.0)), kernel(torch.distributions.Gamma(2, 2))
+    )
     h, scales = inputs(activation), torch.rand(5, 4) + 0.1
     weights = torch.randn(5, 2, 4, 7)
     found = activation.combine(h, weights, route, scales)
@@ -312,7 +314,9 @@ def test_constants_that_depend_on_one_number_are_refused_where_there_is_none():
     with pytest.raises(ValueError, match="`kernel` must have one lengthscale for all units"):
         activation.node_table(z, z)
     with pytest.raises(NotImplementedError, match="Members in one pass need a kernel with one"):
-        activation.stacked_moments(torch.rand(2, 4, 5), torch.rand(1, 2, 4, 7), torch.rand(1, 2, 4, 7))
+        activation.stacked_moments(
+            torch.rand(2, 4, 5), torch.rand(1, 2, 4, 7), torch.rand(1, 2, 4, 7)
+        )
 
 
 @pytest.mark.parametrize("learn", [True, False])
@@ -335,11 +339,17 @@ def test_wrong_numbers_of_lengthscales_are_named():
     grid, learned = DyadicGrid(3), LaplaceKernel(1.0, learn=True)
     with pytest.raises(ValueError, match="`num_units` must be given for a kernel that learns"):
         KernelActivation(grid, learned)
-    with pytest.raises(ValueError, match="a lengthscale for each of the 3 units, .* got 2 of them"):
+    with pytest.raises(
+        ValueError, match=r"a lengthscale for each of the 3 units, .* got 2 of them"
+    ):
         KernelActivation(grid, LaplaceKernel((1.0, 2.0)), num_units=3)
-    with pytest.raises(ValueError, match="a lengthscale for each of the 3 units, .* got 2 of them"):
+    with pytest.raises(
+        ValueError, match=r"a lengthscale for each of the 3 units, .* got 2 of them"
+    ):
         AdditiveLayer(KernelActivation(grid, learned, num_units=2), 3, 1)
-    with pytest.raises(ValueError, match="`lengthscale` must have 4 columns, one per additive unit"):
+    with pytest.raises(
+        ValueError, match="`lengthscale` must have 4 columns, one per additive unit"
+    ):
         activation_of().combine(torch.rand(5, 4), torch.rand(1, 4, 7), lengthscale=torch.ones(3))
     with pytest.raises(ValueError, match="must have one lengthscale, a number, for the sparse fac"):
         sparse_inverse_factor(grid, LaplaceKernel((1.0, 2.0)))
