@@ -22,6 +22,7 @@ from pyro_dak import (
     GaussianLikelihood,
     HeteroscedasticLikelihood,
     LaplaceKernel,
+    LogNormalPrior,
     MeanFieldGuide,
     NaturalGuide,
     NormalPrior,
@@ -29,8 +30,10 @@ from pyro_dak import (
     UnitBlockGuide,
     exact_posterior,
     fit,
+    load,
     predict,
     run_nuts,
+    save,
     to_arviz,
 )
 from tests.scenarios import LEARNED
@@ -421,3 +424,30 @@ def test_a_network_with_priors_is_a_deeper_bayesian_network():
     assert "feature_extractor.weight" in guide.median()
     with pytest.raises(NotImplementedError, match=r"`feature_extractor.weight`"):
         predict(model, MeanFieldGuide(model), x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"prior": {"unit_scale": LogNormalPrior(-1.0, 0.5)}},
+        lambda: {"likelihood": GaussianLikelihood(LogNormalPrior(-1.0, 0.5))},
+        lambda: {"likelihood": StudentTLikelihood(GammaScalePrior(4.0, 1.0), LogNormalPrior())},
+    ],
+)
+def test_hyper_parameters_with_priors_are_saved(options, tmp_path):
+    model, x, y = make_dak(**options())
+    guide = AutoNormal(model)
+    guide(x, y)
+    save(model, guide, tmp_path / "model")
+    loaded, _ = load(tmp_path / "model")
+    log_probs = []
+    for program in (model, loaded):
+        pyro.set_rng_seed(1)
+        log_probs.append(poutine.trace(program).get_trace(x, y).log_prob_sum())
+    assert_close(*log_probs)
+
+
+def test_priors_without_a_name_are_not_saved(tmp_path):
+    model, _, _ = make_dak(likelihood=GaussianLikelihood(dist.LogNormal(torch.tensor(0.0), 1.0)))
+    with pytest.raises(ValueError, match=r"prior of noise_scale \(LogNormal\).*LogNormalPrior"):
+        save(model, MeanFieldGuide(model), tmp_path / "model")
