@@ -103,7 +103,7 @@ def test_where_a_learned_lengthscale_started_is_no_difference():
 
 def test_a_run_that_learns_lengthscales_is_not_resumed_without(tmp_path):
     train(*make_model(kernel=LaplaceKernel(0.5, learn=True)), checkpoint_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="model.kernel.learn: True then, False now"):
+    with pytest.raises(CheckpointError, match=r"model.kernel.learn: True then, False now"):
         train(*make_model(kernel=LaplaceKernel(0.5)), resume_from=tmp_path)
 
 
