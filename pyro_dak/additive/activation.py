@@ -141,12 +141,11 @@ class KernelActivation(nn.Module):
         self.has_local_route = self.kernel.is_markov
         if route == "local":
             self._check_is_markov()
-        has_number = self.kernel.is_fixed_number
-        self._factor = (
-            dense_inverse_factor(grid, self.kernel, self.jitter)
-            if has_number and not self.has_local_route
-            else None
-        )
+        number = self.kernel.lengthscale if self.kernel.is_fixed_number else None
+        self._fixed_delta = None if number is None else grid.spacing / number
+        self._factor = None
+        if number is not None and not self.has_local_route:
+            self._factor = dense_inverse_factor(grid, self.kernel, self.jitter)
         self._cache: dict[tuple[str, torch.dtype, torch.device], Any] = {}
         start = self._start(num_units)
         self.log_lengthscale = nn.Parameter(start) if self.kernel.learn else None
@@ -212,13 +211,12 @@ class KernelActivation(nn.Module):
 
     def _delta(self, like: Tensor, lengthscale: Tensor | None = None) -> Delta:
         """`delta`, or that of the given lengthscale `(..., P)`, in the dtype of `like`."""
-        spacing = self.grid.spacing
         if lengthscale is not None:
-            return spacing / lengthscale.to(like.dtype)
+            return self.grid.spacing / lengthscale.to(like.dtype)
+        if self._fixed_delta is not None:
+            return self._fixed_delta
         if self.log_lengthscale is not None:
-            return (-self.log_lengthscale.to(like.dtype)).exp() * spacing
-        if self.kernel.is_fixed_number:
-            return spacing / self.kernel.lengthscale
+            return (-self.log_lengthscale.to(like.dtype)).exp() * self.grid.spacing
         return self._cached("delta", like, lambda: torch.as_tensor(self.delta).to(like))
 
     def _check_is_known(self) -> None:
@@ -416,8 +414,9 @@ class KernelActivation(nn.Module):
         if not isinstance(delta, Tensor):
             return self.local_constants(like).intervals, None
         constants = self.unit_constants(like)
+        own = delta if needs_plain_operations() else delta.detach()  # else the gradient is written
         is_inside = constants.pattern.is_inside
-        return fused.unit_intervals(delta, constants.intervals, is_inside), delta
+        return fused.unit_intervals(own, constants.intervals, is_inside), delta
 
     def mean_field_terms(
         self, h: Tensor, loc: Tensor, *others: Tensor
@@ -514,8 +513,10 @@ class KernelActivation(nn.Module):
 
         With a batch of lengthscales there is no phi that all of its members could share.
         """
-        route = self.route if route is None else route
-        check_choice("route", route, _ROUTES)
+        if route is None:
+            route = self.route
+        else:
+            check_choice("route", route, _ROUTES)
         if route != "auto":
             return route == "dense"
         if lengthscale is not None and lengthscale.dim() > 1:
@@ -570,7 +571,8 @@ class KernelActivation(nn.Module):
         return UnitConstants(columns.to(device), pattern, fused.intervals_of_grid(*of_grid))
 
     def _make_constants(self, dtype: torch.dtype, device: torch.device) -> LocalConstants:
-        delta = self.grid.spacing / self.kernel.lengthscale
+        delta = self._fixed_delta
+        assert delta is not None
         exact = _exact_constants(self.grid.level, delta)
         dtypes = [dtype if part.is_floating_point() else part.dtype for part in exact]
         is_meta = device.type == "meta"  # it has no sparse tensors, and dense ones take no memory

@@ -207,6 +207,22 @@ def test_gradients_of_residuals_blocks_and_smooth_features_are_the_slopes(kernel
     assert gradcheck(results, (activation.log_lengthscale,), atol=1e-5)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", [1, 3, 10])
+def test_very_short_and_very_long_lengthscales_stay_finite(level, dtype, route):
+    activation = activation_of(level, scales=(1e-6, 1e-2, 1e6), route=route).to(dtype)
+    h = torch.tensor([[-10.0, 0.0, 0.5], [0.25, 0.3, 1.0], [11.0, 1e4, 1e-9]], dtype=dtype)
+    shape = (1, 3, activation.num_inducing)
+    loc, var = torch.randn(shape, dtype=dtype), torch.rand(shape, dtype=dtype)
+    mean, variance = activation.combine_moments(h, loc, var)
+    total = (mean + variance + activation.combine(h, loc)).sum()
+    (slope,) = torch.autograd.grad(total, activation.log_lengthscale)
+    assert slope.isfinite().all()
+    assert mean.isfinite().all()
+    assert (variance >= 0).all()
+
+
 @pytest.mark.parametrize("level", [3, 7])
 def test_single_precision_keeps_its_digits_in_the_gradient_of_the_lengthscale(level):
     activation = activation_of(level, scales=(0.3, 1.0, 5.0), route="local")
