@@ -107,6 +107,14 @@ class Likelihood(nn.Module, ABC):
             "`with_draws`, or predict by `Predictive` of Pyro."
         )
 
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log p(y | f) of each row, `(..., N)`, for draws f `(..., N, F)`, with its gradient in f.
+
+        Here it is that of `distribution`. A formula of tensors alone, where a subclass has one, can
+        be compiled, while a distribution of Pyro cannot.
+        """
+        return self.distribution(f).log_prob(y)
+
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
         raise NotImplementedError(
@@ -136,7 +144,7 @@ class Likelihood(nn.Module, ABC):
         f = _antithetic_draws(moments, num_samples)
         with torch.enable_grad():
             f = f.detach().requires_grad_()
-            (gradients,) = torch.autograd.grad(self.distribution(f).log_prob(y).sum(), f)
+            (gradients,) = torch.autograd.grad(self.log_prob(y, f).sum(), f)
         shift = f.detach() - moments.mean
         slope = (gradients * shift).sum(0) / shift.square().sum(0)
         return ExpectedDerivatives(gradients.mean(0), (-slope).clamp(min=0))
@@ -489,6 +497,13 @@ class CategoricalLikelihood(Likelihood):
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Categorical(logits=f)
 
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log of c / s (1 + r^2 / df)^(-(df + 1) / 2), r = (y - f) / s, summed over outputs."""
+        half, log_scale = (self.df + 1) / 2, self.noise.log_scale
+        constant = math.lgamma(half) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
+        squares = ((y - f) * (-log_scale).exp()).square() / self.df
+        return (constant - log_scale - half * squares.log1p()).sum(-1)
+
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
     ) -> ExpectedDerivatives:
@@ -548,12 +563,21 @@ class BernoulliLikelihood(Likelihood):
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Bernoulli(logits=f).to_event(1)
 
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """y f - log(1 + exp f), summed over outputs."""
+        return (y * f - nn.functional.softplus(f)).sum(-1)
+
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """y m less the bound of E log(1 + exp f), the normalizer of the softmax over (0, f)."""
         with_zero = [
             nn.functional.pad(part.unsqueeze(-1), (1, 0)) for part in (moments.mean, moments.var)
         ]
         return (y * moments.mean - log_normalizer_bound(FunctionMoments(*with_zero))).sum(-1)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """The log softmax of f at the label."""
+        labels = y.expand(f.shape[:-1]).unsqueeze(-1)
+        return f.log_softmax(-1).gather(-1, labels).squeeze(-1)
 
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
