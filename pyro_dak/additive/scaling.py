@@ -88,6 +88,14 @@ class Scaling(nn.Module):
         first, second = self.batch_statistics(rows)
         return self.apply_map(rows, first, second), first, second
 
+    @torch.no_grad()
+    def take_statistics(self, rows: Tensor) -> None:
+        """Let the running statistics be those of these rows, `(N, P)`."""
+        first, second = self.batch_statistics(rows.to(self.first.dtype))
+        self.first.copy_(first)
+        self.second.copy_(second)
+        self.num_batches.clamp_(min=1)
+
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two statistics of a batch `(N, P)`, each `(P,)`."""
         raise NotImplementedError

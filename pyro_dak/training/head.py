@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -297,9 +297,7 @@ class DAKHead(nn.Module):
                 "`features` must be given before the first step: there are no statistics yet."
             )
         if features is not None:
-            scaling.is_frozen = False
-            with torch.no_grad():
-                self._take_statistics(self._checked(features.detach()))
+            self._take_statistics(self._checked(features.detach()))
         scaling.is_frozen = bool(is_frozen)
 
     def finish(
@@ -333,12 +331,8 @@ class DAKHead(nn.Module):
         if final_pass is None:
             final_pass = isinstance(self.model.likelihood, GaussianLikelihood)
         if final_pass and isinstance(learner, NaturalLoss):
-            scaling = self.model.scaling
-            before, scaling.is_synchronized = scaling.is_synchronized, processes.world_size > 1
-            try:
+            with self._synchronized():
                 learner.renew(rows, processes, seed=0)
-            finally:
-                scaling.is_synchronized = before
         if novelty and processes.world_size == 1:
             features = torch.cat([features for features, _, _ in rows.epoch()])
             learn_novelty(self.model, self.guide, features, progress=False)
@@ -387,25 +381,28 @@ class DAKHead(nn.Module):
         return features.to(self.model.layer.log_unit_scale.dtype)
 
     def _take_statistics(self, features: Tensor) -> None:
-        """Set the statistics of the scaling to those of these rows."""
-        scaling = self.model.scaling
-        seen: list[Tensor] = []
+        """Set the statistics of the scaling to those of these rows, over all processes."""
+        scaling, seen = self.model.scaling, list[Tensor]()
+        if isinstance(scaling, NoScaling):
+            return
         hook = scaling.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             with evaluating(self.model), own_precision(features):
                 self.model.unit_inputs(features)
         finally:
             hook.remove()
-        if isinstance(scaling, NoScaling):
-            return
+        with self._synchronized():
+            scaling.take_statistics(seen[0])
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Processes that train together share statistics inside, in eval mode too."""
+        scaling = self.model.scaling
         before, scaling.is_synchronized = scaling.is_synchronized, self._processes().world_size > 1
         try:
-            first, second = scaling.batch_statistics(seen[0].to(scaling.first.dtype))
+            yield
         finally:
             scaling.is_synchronized = before
-        scaling.first.copy_(first)
-        scaling.second.copy_(second)
-        scaling.num_batches.fill_(1)
 
     def _processes(self) -> Any:
         """What learners ask of Lightning Fabric, from `torch.distributed`."""

@@ -160,10 +160,7 @@ class NaturalLoss(DAKLoss):
                         num_left -= len(x)
         finally:
             hook.remove()
-        with torch.no_grad():
-            first, second = scaling.batch_statistics(torch.cat(seen).to(scaling.first.dtype))
-            scaling.first.copy_(first)
-            scaling.second.copy_(second)
+        scaling.take_statistics(torch.cat(seen))
 
     def _unit_inputs(self, x: Tensor) -> Tensor:
         return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
