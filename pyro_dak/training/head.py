@@ -23,7 +23,7 @@ from pyro_dak.inference.guides import (
 )
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import learn
+from pyro_dak.inference.natural import Gathering
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
@@ -62,11 +62,12 @@ class DAKHead(nn.Module):
     batches and optimiser it gets the same weights. Autocast does not reach into it: its numbers
     keep the dtype of its parameters.
 
-    **q of a natural guide** has no parameters for an optimiser. It takes a natural-gradient step by
-    itself, between the step of the optimiser and whatever the head is asked next: a loss, a
-    prediction, its state, eval mode. The rows of all losses that were differentiated since the last
-    step, in training mode, count once each, so that gradients may be accumulated. Losses that are
-    only looked at teach it nothing.
+    **q of a natural guide** has no parameters for an optimiser. It learns by itself, between the
+    step of the optimiser and whatever the head is asked next: a loss, a prediction, its state, eval
+    mode. The rows of all losses that were differentiated since the last step, in training mode,
+    count once each, so that gradients may be accumulated. Losses that are only looked at teach it
+    nothing. As in `fit`, rows of a few small batches are gathered for one step; eval mode and the
+    state have all of them in q, in one process.
 
     **Scaling.** In training mode each batch is scaled by its own statistics, as in batch
     normalisation, over all processes of `torch.distributed`. A batch in parts is then not the whole
@@ -136,13 +137,16 @@ class DAKHead(nn.Module):
         # modules do not count twice.
         plain = build_learner(*parts)
         self._learners = (plain, build_learner(*parts, compile=True) if self.is_compiled else plain)
-        self._waiting: list[_Batch] = []
         self._has_warned: set[str] = set()
-        self._read_rows_seen()
+        self._forget_waiting()
 
-    def _read_rows_seen(self) -> None:
+    def _forget_waiting(self) -> None:
+        """Let no rows wait, and count passes by the state."""
+        self._waiting: list[_Batch] = []
+        self._gathering = Gathering()
         count = self._buffers.get("rows_seen")
-        self._rows_seen = 0 if count is None or count.is_meta else int(count)
+        if count is not None and not count.is_meta:
+            self._gathering.passes = int(count) / self.num_data
 
     @torch.compiler.disable
     def forward(self, features: Tensor, **options: Any) -> Prediction | ClassPrediction:
@@ -150,7 +154,7 @@ class DAKHead(nn.Module):
 
         The options are those of `predict`.
         """
-        self.step(only_if_due=True)
+        self._catch_up()
         features = self._checked(features)
         with own_precision(features):
             return predict(self.model, self.guide, features, **({"progress": False} | options))
@@ -182,7 +186,7 @@ class DAKHead(nn.Module):
 
     def _before_loss(self, features: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Take a step that is due, and see to it that the batch can be learned from."""
-        self.step(only_if_due=True)
+        self._catch_up()
         features = self._checked(features)
         check_tensor("y", y)
         if not 0 < len(y) <= self.num_data:
@@ -257,17 +261,31 @@ class DAKHead(nn.Module):
             return True
         return not torch.equal(learned[0], then.values)
 
-    @torch.no_grad()
-    def step(self, only_if_due: bool = False) -> None:
-        """Let q learn from the rows that wait. The head calls it by itself in time.
+    def step(self) -> None:
+        """Let q learn from all rows whose losses were differentiated. The head does so in time.
 
         Call it after each step of an optimiser that has none of the head's parameters.
-
-        Args:
-            only_if_due: whether rows go on waiting as long as no optimiser has taken a step.
         """
-        if not self._waiting or (only_if_due and not self._is_due()):
-            return
+        self._learn()
+        self._take_gathered()
+
+    def _catch_up(self) -> None:
+        """Learn from the rows that wait, if an optimiser has taken its step since."""
+        if self._waiting and self._is_due():
+            self._learn()
+
+    def _bring_up_to_date(self) -> None:
+        """Let q have all rows of steps that were taken.
+
+        Where processes train together, q may lack those of the last few batches until a pass ends:
+        if one process alone reads its state, it must not take steps that others do not take.
+        """
+        self._catch_up()
+        if self._processes().world_size == 1:
+            self._take_gathered()
+
+    def _learn(self) -> None:
+        """Learn from the rows that wait, as from one batch."""
         waiting, self._waiting = self._waiting, []
         batches = [b for b in waiting if b.sums is not None and are_finite(b.sums)]
         if not batches:  # another guide, or numbers that overflowed, where optimisers skip too
@@ -275,11 +293,21 @@ class DAKHead(nn.Module):
         sums, num_rows = batches[0].sums, batches[0].num_rows
         for batch in batches[1:]:
             sums, num_rows = sums.plus(batch.sums), num_rows + batch.num_rows
-        guide, passes = self.guide, self._rows_seen / self.num_data
-        assert isinstance(guide, NaturalGuide)
-        learn(self.model, guide, sums, num_rows, passes, num_rows / self.num_data)
-        self._rows_seen += int(num_rows)
-        self.rows_seen.fill_(self._rows_seen)
+        guide: Any = self.guide
+        self._gathering.add(self.model, guide, sums, num_rows, self.num_data)
+        self._count_rows()
+
+    def _take_gathered(self) -> None:
+        """Take a step on rows that were gathered for one on several batches."""
+        if isinstance(self.guide, NaturalGuide):
+            self._gathering.step(self.model, self.guide)
+            self._count_rows()
+
+    def _count_rows(self) -> None:
+        """Keep the passes of q in the state, as rows, so that a loaded head goes on alike."""
+        count = round((self._gathering.passes or 0.0) * self.num_data)
+        self._gathering.passes = count / self.num_data
+        self.rows_seen.fill_(count)
 
     def freeze_statistics(self, features: Tensor | None = None, is_frozen: bool = True) -> None:
         """Fix the statistics by which features are scaled, so that each row is scaled by itself.
@@ -324,7 +352,7 @@ class DAKHead(nn.Module):
                 predicted held-out rows better.
             novelty: whether to learn how training rows look, if there is one process.
         """
-        self.step(only_if_due=True)
+        self.step()
         self.eval()
         rows = _Rows(self, batches, network)
         learner, processes = self._learners[0], self._processes()
@@ -339,12 +367,12 @@ class DAKHead(nn.Module):
 
     def train(self, mode: bool = True) -> "DAKHead":
         """Go into training mode, or into eval mode, in which q is up to date."""
-        self.step(only_if_due=True)
+        self._bring_up_to_date()
         return super().train(mode)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """The state, in which q is up to date."""
-        self.step(only_if_due=True)
+        self._bring_up_to_date()
         return super().state_dict(*arguments, **options)
 
     def _load_from_state_dict(
@@ -352,13 +380,12 @@ class DAKHead(nn.Module):
     ) -> None:
         """Load weights; rows that waited for a step belonged to others."""
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._waiting.clear()
-        self._read_rows_seen()
+        self._forget_waiting()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies, which share no rows that wait and no compiled code."""
-        self.step(only_if_due=True)
-        own = ("_learners", "_waiting", "_has_warned", "_rows_seen")
+        self._bring_up_to_date()
+        own = ("_learners", "_waiting", "_has_warned", "_gathering")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

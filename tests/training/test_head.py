@@ -159,7 +159,7 @@ def test_any_function_of_the_model_makes_a_guide():
 
 
 def q_of(head):
-    head.step(only_if_due=True)
+    head.train(head.training)  # which brings q up to date
     return {name: value.clone() for name, value in head.guide.state_dict().items()}
 
 
@@ -192,7 +192,7 @@ def test_q_steps_once_after_each_step_of_any_optimiser(kind):
             optimizer.zero_grad()
             backward(expected, reference(x[rows]), y[rows])
             optimizer.step()
-            expected.step()
+            expected.state_dict()
     assert_same(q_of(head), q_of(expected))
 
 
@@ -235,6 +235,27 @@ def test_losses_that_are_looked_at_teach_nothing(look):
     optimizer.step()
     assert_same(q_of(head), before)
     assert int(head.state_dict()["rows_seen"]) == 0
+
+
+def test_small_batches_are_gathered_as_in_fit_and_none_is_lost():
+    head, num_data = make_head(num_data=1000), 1000
+    head.freeze_statistics(torch.randn(100, 4))
+    optimizer, counts = optimizer_of(head), []
+    for _ in range(20):
+        backward(head, *features_and_targets(50))
+        optimizer.step()
+        optimizer.zero_grad()
+    head.state_dict()
+    assert int(head.rows_seen) == num_data
+    for _ in range(3):
+        backward(head, *features_and_targets(10))
+        optimizer.step()
+        optimizer.zero_grad()
+        head(torch.zeros(2, 4))
+        counts.append(int(head.rows_seen))
+    assert counts == [num_data] * 3  # gathered, and a prediction does not disturb that
+    head.eval()
+    assert int(head.rows_seen) == num_data + 30
 
 
 def test_a_loss_that_is_differentiated_twice_counts_once():
