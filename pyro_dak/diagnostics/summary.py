@@ -138,8 +138,9 @@ def _look_at_inputs(report: Summary, model: DAK, h: Tensor) -> None:
     report.add_if(is_dead, "dead units", len(dead), model.num_units, dead[:8])
     outside = report.values["outside_grid"] = float(((h < low) | (h > high)).double().mean())
     report.add_if(outside > 0.05, "outside the grid", outside, low, high)
-    kept = activation.prior_variance_between_nodes()
-    report.add_if(model.num_inducing > 1 and kept < 0.5, "coarse grid", kept)
+    if not activation.kernel.has_prior:
+        kept = activation.prior_variance_between_nodes()
+        report.add_if(model.num_inducing > 1 and kept < 0.5, "coarse grid", kept)
 
 
 def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:

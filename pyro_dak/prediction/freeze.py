@@ -175,6 +175,8 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
     is_known = (
         are_plain(*kinds)
         and activation.has_local_route
+        and activation.kernel.is_fixed_number
+        and activation.route != "dense"
         and not layer.linear_term
         and not dense_is_faster(activation.num_inducing, layer.num_functions)
     )
