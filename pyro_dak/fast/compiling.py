@@ -25,8 +25,14 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = function
+        settings: dict[str, Any] = {}
+        if options.get("backend", "inductor") == "inductor":
+            # Random numbers are those of torch itself: the same as without a compiler, and faster.
+            settings["fallback_random"] = True
         if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # torch 2.8 or newer
-            options["options"] = {"guard_filter_fn": _keep_guards}
+            settings["guard_filter_fn"] = _keep_guards
+        if settings:
+            options["options"] = settings
         self.compiled: Callable[..., Any] | None = torch.compile(function, **options)
         self.seen: set[torch.Size] = set()  # shapes of inputs; a new one may be compiled anew
 

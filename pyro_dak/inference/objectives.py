@@ -250,4 +250,4 @@ class LocalReparamELBO(AnalyticELBO):
 
     def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
         f = sample_marginals(q, self.num_samples)  # (S, N, F)
-        return likelihood.distribution(f).log_prob(y).mean(0)
+        return likelihood.log_prob(y, f).mean(0)

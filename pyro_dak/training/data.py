@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from pyro_dak.validation import check_finite, check_floating, check_has_values, 
 
 __all__ = [
     "Data",
+    "Epochs",
     "LoaderData",
     "ResidentData",
     "data_differences",
@@ -462,6 +463,22 @@ def _ask(reason: str) -> NoReturn:
 
 
 Data = ResidentData | LoaderData
+
+
+@runtime_checkable
+class Epochs(Protocol):
+    """What one more pass over all rows asks of data."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """What draws the order of rows."""
+
+    def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
 
 
 def training_data(

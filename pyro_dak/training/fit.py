@@ -233,6 +233,7 @@ def fit(
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)
+        is_synchronized = model.scaling.is_synchronized
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
@@ -243,7 +244,7 @@ def fit(
             if evaluate and history.status != "interrupted":
                 history.final = loss.evaluate(batches, fabric, plan.seed)
         finally:
-            model.scaling.is_synchronized = False
+            model.scaling.is_synchronized = is_synchronized
             model.eval()
             guide.eval()
         if novelty and history.status != "interrupted":
