@@ -26,6 +26,7 @@ from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.model.rows import Inputs, take
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -54,13 +55,13 @@ def has_closed_form(guide: nn.Module | None) -> TypeGuard[GaussianGuide]:
     return isinstance(guide, GaussianGuide) and guide.has_closed_form
 
 
-def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:
+def draw_sites(guide: nn.Module, num_samples: int, x: Inputs | None = None) -> dict[str, Tensor]:
     """Draws of all sites of a guide, each `(S, 1, *event)`; x is for guides that need arguments."""
     trace = _trace_draws(guide, num_samples, x)
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
 
-def _trace_draws(guide: nn.Module, num_samples: int, x: Tensor | None) -> poutine.Trace:
+def _trace_draws(guide: nn.Module, num_samples: int, x: Inputs | None) -> poutine.Trace:
     """A trace of the guide in a plate of draws, the second dimension from the right."""
     arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
     try:
@@ -153,7 +154,7 @@ def draw_posterior(
     *,
     num_samples: int = 1000,
     num_chains: int = 1,
-    x: Tensor | None = None,
+    x: Inputs | None = None,
     seed: int | None = None,
 ) -> Draws:
     """Draws from a posterior. Samples are returned as they are, a guide is sampled.
@@ -174,7 +175,7 @@ def draw_posterior(
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
         with explaining(model, guide=guide), evaluating(model, guide), seeded(seed):
-            first_row = None if x is None else x[:1]
+            first_row = None if x is None else take(x, slice(1))
             trace = _trace_draws(guide, num_samples * num_chains, first_row)
             return _from_trace(model, trace, num_samples, num_chains)
     if isinstance(posterior, MCMC):

@@ -26,7 +26,8 @@ from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import own_precision
-from pyro_dak.validation import check_kind, check_positive, check_tensor
+from pyro_dak.model.rows import Inputs, check_parts
+from pyro_dak.validation import check_kind, check_positive
 
 __all__ = [
     "NaturalVI",
@@ -230,16 +231,16 @@ class NaturalVI:
         self.model, self.guide, self.optim, self.loss = model, guide, optim, loss
         self.passes: float | None = None
 
-    def step(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+    def step(self, x: Inputs, y: Tensor, num_data: float | None = None) -> float:
         """Take a step on a batch of a data set of `num_data` rows; returns minus the bound.
 
         Args:
-            x: inputs, `(B, ...)`.
+            x: inputs, `(B, ...)`: a tensor, or a tuple or dictionary of tensors.
             y: targets.
             num_data: rows of the data set, by default those of the batch.
         """
         model, guide, optim = self.model, self.guide, self.optim
-        check_tensor("x", x)
+        check_parts("x", x)
         if num_data is not None:
             check_positive("num_data", num_data)
         with explaining(model, x, y, guide=guide):
@@ -278,6 +279,6 @@ class NaturalVI:
         self.passes += fraction
         return value
 
-    def evaluate_loss(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+    def evaluate_loss(self, x: Inputs, y: Tensor, num_data: float | None = None) -> float:
         """Minus the bound, without a step."""
         return self.loss.loss(self.model, self.guide, x, y, num_data)

@@ -1,7 +1,7 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,14 @@ from pyro_dak.model.likelihoods import (
 )
 from pyro_dak.validation import check_choice, check_integer, check_probability
 
-__all__ = ["ClassPrediction", "Components", "NoveltyScores", "Prediction", "WithNovelty"]
+__all__ = [
+    "ClassPrediction",
+    "Components",
+    "NoveltyScores",
+    "Prediction",
+    "WithNovelty",
+    "concatenated",
+]
 
 
 class NoveltyScores(NamedTuple):
@@ -204,6 +211,25 @@ class ClassPrediction(WithNovelty):
         likelihood.check_values(y, self.log_probs.shape[-1])
         _check_rows(y, self.log_probs)
         return self.log_probs.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+def concatenated(pieces: Sequence[Any]) -> Any:
+    """The prediction of the rows of all pieces, each a prediction by the same model."""
+    if len(pieces) == 0:
+        raise ValueError("`x` yields no batch, so that there is nothing to predict.")
+    means, variances, roots = zip(*(piece.functions for piece in pieces), strict=True)
+    root = None if roots[0] is None else torch.cat(roots, 1)
+    joined: dict[str, Any] = {
+        "functions": FunctionMoments(torch.cat(means), torch.cat(variances), root)
+    }
+    is_classes = isinstance(pieces[0], ClassPrediction)
+    names = ("log_probs", "expected_entropy") if is_classes else ("mean", "epistemic", "aleatoric")
+    joined |= {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+    if pieces[0].novelty_scores is not None:
+        scores = zip(*(piece.novelty_scores for piece in pieces), strict=True)
+        together = [None if part[0] is None else torch.cat(part) for part in scores]
+        joined["novelty_scores"] = NoveltyScores(*together)
+    return replace(pieces[0], **joined)
 
 
 class Components(NamedTuple):

@@ -28,7 +28,9 @@ from tqdm.auto import tqdm
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, like_model
 from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
@@ -41,6 +43,7 @@ from pyro_dak.training.checkpoint import (
 )
 from pyro_dak.training.data import Batch, Data, data_differences, rewound
 from pyro_dak.training.describe import describe, differences
+from pyro_dak.training.held_out import HeldOut
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import History, Plan, TrainingError
 
@@ -80,7 +83,7 @@ class Learner:
         return self.forward(*batch)
 
     def forward(
-        self, x: Tensor, y: Tensor, scale: float | Tensor, num_data: int | Tensor
+        self, x: Inputs, y: Tensor, scale: float | Tensor, num_data: int | Tensor
     ) -> tuple[Any, ...]:
         """The loss of one batch per datum, a scalar, and its terms `(num_terms,)`, loss first.
 
@@ -160,7 +163,7 @@ class DAKLoss(nn.Module, Learner):
             setattr(self, self.compiled_method, Compiled(getattr(self, self.compiled_method)))
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, y: Tensor, scale: float, num_data: int
+        self, x: Inputs, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor]:
         """The loss of one batch per datum, and loss, expected log-likelihood and KL, `(3,)`.
 
@@ -168,7 +171,7 @@ class DAKLoss(nn.Module, Learner):
         """
         weight = scale * len(y) / num_data
         if isinstance(self.elbo, AnalyticELBO):
-            h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
+            h = self.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
             terms = self.elbo.terms_from_units(self.model, guide, h, y, num_data)
             loss, parts = terms.kl - terms.expected_log_lik, [*terms]
@@ -179,6 +182,10 @@ class DAKLoss(nn.Module, Learner):
         with torch.no_grad():
             means = torch.stack([loss, *parts]).mul_(weight / num_data)
         return loss * (weight / num_data), means
+
+    def unit_inputs(self, x: Any) -> Tensor:
+        """h of a batch, `(N, P)`."""
+        return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
 
     def _from_features(self, x: Tensor, y: Tensor, num_data: float) -> Tensor:
         return self.model.observe(self.model.embed(x), y, num_data)
@@ -215,29 +222,37 @@ class DAKLoss(nn.Module, Learner):
         """
         # The class's own: a compiled one would be compiled once more, for eval mode.
         forward: Any = partial(DAKLoss.forward, self)
-        dtype, device = self.model.layer.log_unit_scale.dtype, fabric.device
+        like, device = self.model.layer.log_unit_scale, fabric.device
         totals = torch.zeros(self.num_terms, dtype=torch.float64, device=device)
         with evaluating(self), seeded(seed + fabric.global_rank, device), rewound(data.generators):
             for x, y, scale in data.epoch(torch.Generator().manual_seed(seed), 0):
-                y = y.to(dtype) if y.is_floating_point() else y
-                totals += forward(x.to(dtype), y, scale, data.num_rows)[1]
+                rows = like_model(x, like), like_model(y, like)
+                totals += forward(*rows, scale, data.num_rows)[1]
         means = fabric.all_reduce(totals / data.epoch_weight, reduce_op="mean").tolist()
         return self.history_row(means, data.num_rows)
 
-    def score(self, x: Tensor, y: Tensor, fabric: Any) -> tuple[Tensor, dict[str, float]]:
+    def score(self, held_out: HeldOut) -> tuple[Tensor, dict[str, float]]:
         """Scores of held-out rows, of which each process takes its share; a `ScoreFn`."""
-        own = slice(fabric.global_rank, None, fabric.world_size)
-        x, y = x[own].to(self.model.layer.log_unit_scale.dtype), y[own]
-        prediction = predict(self.model, self.guide, x, novelty=False, progress=False)
-        if isinstance(prediction, ClassPrediction):
-            name, fit = "val_accuracy", (prediction.label == y).double()
-        else:
-            name, fit = "val_rmse", (prediction.mean - y).double().square().mean(-1)
-        log_prob = prediction.log_prob(y).double()
-        sums = torch.stack([log_prob.sum(), fit.sum(), torch.ones_like(fit).sum()])
+        like, fabric = self.model.layer.log_unit_scale, held_out.fabric
+        is_class = isinstance(self.model.likelihood, CategoricalLikelihood)
+        sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
+        for x, y in held_out.batches():
+            if len(y) == 0:  # a short batch has no row for some processes
+                continue
+            x = like_model(x, like)
+            prediction = predict(self.model, self.guide, x, novelty=False, progress=False)
+            if isinstance(prediction, ClassPrediction):
+                fit = (prediction.label == y).double()
+            else:
+                fit = (prediction.mean - y).double().square().mean(-1)
+            log_prob = prediction.log_prob(y).double()
+            sums += torch.stack([log_prob.sum(), fit.sum(), torch.ones_like(fit).sum()])
         total_log_prob, total_fit, num_rows = fabric.all_reduce(sums, reduce_op="sum").tolist()
         nlpd, mean_fit = -total_log_prob / num_rows, total_fit / num_rows
-        entries = {"val_nlpd": nlpd, name: math.sqrt(mean_fit) if name == "val_rmse" else mean_fit}
+        name, fit_score = "val_rmse", math.sqrt(mean_fit)
+        if is_class:
+            name, fit_score = "val_accuracy", mean_fit
+        entries = {"val_nlpd": nlpd, name: fit_score}
         return torch.tensor([[nlpd]], dtype=torch.float64), entries
 
 

@@ -34,6 +34,7 @@ from pyro_dak.inference.guides.joint import TrilGuide, design_moments, flat_prio
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.model.rows import Inputs
 from pyro_dak.validation import check_choice, check_integer, check_kind, check_real
 
 __all__ = ["Covariance", "NaturalGuide", "RowSums"]
@@ -511,7 +512,7 @@ class NaturalGuide(TrilGuide):
 
     @torch.no_grad()
     def update(
-        self, model: DAK, x: Tensor, y: Tensor, *, forget: float = 1.0, num_steps: int = 20
+        self, model: DAK, x: Inputs, y: Tensor, *, forget: float = 1.0, num_steps: int = 20
     ) -> None:
         """Condition q on more rows, without those that it knows; the features stay as they are.
 
@@ -579,7 +580,7 @@ class NaturalGuide(TrilGuide):
         self.num_rows.add_(len(y))
 
     @torch.no_grad()
-    def downdate(self, model: DAK, x: Tensor, y: Tensor) -> None:
+    def downdate(self, model: DAK, x: Inputs, y: Tensor) -> None:
         """Take rows out of q again, for a Gaussian likelihood: the inverse of `update`.
 
         Noise and features must be those with which the rows came in.
