@@ -16,6 +16,7 @@ from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.rows import Inputs
 
 __all__ = ["Finding", "Summary", "summary"]
 
@@ -90,7 +91,7 @@ class Summary:
 def summary(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 2000,

@@ -38,7 +38,8 @@ __all__ = [
     "to_device",
 ]
 
-Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
+# A tensor, or several; `check_parts` tells whether they are.
+Inputs: TypeAlias = Tensor | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 # The shape of a row of each part, as plain data: of a tensor its sizes, behind the name of its
 # dtype unless it is floating, such as (3,) or ("int64", 8); a list of them for a tuple, and a
 # dictionary for a dictionary.

@@ -119,7 +119,10 @@ def test_shrinkage_enters_f():
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
-        ({"w": NormalPrior()}, r"`prior` must be one of 'mu', 'shrinkage', 'unit_scale', 'z'; got 'w'"),
+        (
+            {"w": NormalPrior()},
+            r"`prior` must be one of 'mu', 'shrinkage', 'unit_scale', 'z'; got 'w'",
+        ),
         (
             {"z": dist.Normal(0.0, torch.ones(3))},
             r"`prior\['z'\]` must have event shape \(2, 3, 4\)",
