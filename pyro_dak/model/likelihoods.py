@@ -231,11 +231,11 @@ class _NoisyLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor | PriorLike = 0.1, learn: bool = True):
         super().__init__()
-        self.noise_prior: tuple[PriorLike, torch.Size] | None = None
+        self.noise_prior: PriorLike | None = None
         if is_prior(noise_scale):
             shape = scale_shape(noise_scale)
             check_positive_prior("noise_scale", noise_scale, shape)
-            self.noise_prior, noise_scale, learn = (noise_scale, shape), torch.ones(shape), False
+            self.noise_prior, noise_scale, learn = noise_scale, torch.ones(shape), False
         if isinstance(noise_scale, Tensor):
             (check_floating if noise_scale.is_complex() else check_tensor)(
                 "noise_scale", noise_scale
@@ -260,17 +260,22 @@ class _NoisyLikelihood(Likelihood):
         """Scale of the noise, a scalar or `(C,)`; 1 if it is a site."""
         return self.noise.log_scale.exp()
 
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the parameters that are sites."""
+        return {} if self.noise_prior is None else {"noise_scale": self.noise_prior}
+
     def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise if it has a prior."""
-        if self.noise_prior is None:
-            return {}
-        return {"noise_scale": sample_scale("noise_scale", *self.noise_prior, self.noise_scale)}
+        """Sample the parameters that have priors."""
+        return {
+            name: sample_scale(name, prior, self.noise_scale)
+            for name, prior in self.parameter_priors.items()
+        }
 
     def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
         """A copy whose noise has the mean variance of the draws, as predictions have."""
         draws = parameters["noise_scale"]
-        assert self.noise_prior is not None
-        mean = draws.reshape(-1, *self.noise_prior[1]).square().mean(0)
+        mean = draws.reshape(-1, *self.noise_scale.shape).square().mean(0)
         return self.with_noise(0.5 * mean.log())
 
 
@@ -435,12 +440,11 @@ class StudentTLikelihood(_NoisyLikelihood):
         # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
         self.coupling = (self.df + 3) / (self.df + 1)
 
-    def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise and the degrees of freedom, those that have priors."""
-        parameters = super().sample_parameters()
-        if self.df_prior is not None:
-            parameters["df"] = sample_scale("df", self.df_prior, torch.Size(), self.noise_scale)
-        return parameters
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the scale of the noise and of the degrees of freedom, if they have any."""
+        own = {} if self.df_prior is None else {"df": self.df_prior}
+        return super().parameter_priors | own
 
     def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
         """As for other noise; the mean of the draws stands for the degrees of freedom."""

@@ -23,6 +23,7 @@ __all__ = [
     "GammaScalePrior",
     "HorseshoePrior",
     "LaplacePrior",
+    "LogNormalPrior",
     "NormalPrior",
     "Prior",
     "PriorLike",
@@ -35,6 +36,14 @@ __all__ = [
     "site_prior",
     "sites_inside",
 ]
+
+
+# Of a function that samples sites of its own.
+_HOW = (
+    " Sites that it samples, such as `tau`, have draws in front under vectorised particles: write "
+    "`tau[..., None, None, None]`, with as many None as the shape has dimensions, and leave "
+    "`.expand` and `.to_event` out."
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,15 @@ class _CheckedPrior(Prior):
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.dim() > 0:
+                raise TypeError(
+                    f"`{field.name}` of {type(self).__name__} is one number for all elements of a "
+                    f"site; got shape {tuple(value.shape)}. For one number each, give a "
+                    "distribution, such as pyro.distributions.Normal(0.0, scales)."
+                )
             check_fn = check_real if field.name == "loc" else check_positive
-            check_fn(field.name, getattr(self, field.name))
+            check_fn(field.name, value)
 
 
 PriorLike: TypeAlias = (
@@ -120,6 +136,17 @@ class GammaScalePrior(_CheckedPrior):
         return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
 
 
+@dataclass(frozen=True)
+class LogNormalPrior(_CheckedPrior):
+    """exp of N(loc, scale^2), for positive hyper-parameters: scales, noise, lengthscales."""
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def element(self, like: Tensor) -> dist.Distribution:
+        return dist.LogNormal(like.new_tensor(self.loc), like.new_tensor(self.scale))
+
+
 def resolve_priors(
     prior: Mapping[str, PriorLike] | None,
     shapes: Mapping[str, torch.Size],
@@ -142,12 +169,12 @@ def resolve_priors(
         given["global_shrinkage"] = given["shrinkage"]
     resolved = {name: given.get(name, NormalPrior()) for name in shapes}
     for name, value in resolved.items():
-        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior)
+        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior | LogNormalPrior)
         is_misplaced = is_for_scales != (name in ("shrinkage", "global_shrinkage"))
         if is_misplaced and isinstance(value, Prior):
             raise ValueError(
-                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
-                'GammaScalePrior are for "shrinkage", the others for the weights.'
+                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior, "
+                'GammaScalePrior and LogNormalPrior are for "shrinkage", the others for weights.'
             )
         site_prior(name, value, shapes[name], torch.zeros((), device="cpu"))
     scales = {name: given[name] for name in scale_shapes}
@@ -160,7 +187,7 @@ def check_positive_prior(label: str, value: PriorLike, shape: torch.Size) -> Non
     """Raise unless a prior is one of positive numbers, for a site with this event shape."""
     with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
         prior = site_prior(label, value, shape, torch.zeros((), device="cpu"))
-    minus_one = torch.full(shape, -1.0, dtype=torch.get_default_dtype())
+    minus_one = torch.full(shape, -1.0, device="cpu")
     if bool(prior.support.check(minus_one).any()):
         raise ValueError(
             f"`{label}` must be a prior of positive numbers, such as "
@@ -181,8 +208,9 @@ def scale_shape(value: PriorLike) -> torch.Size:
     return torch.Size()
 
 
-def sample_scale(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> Tensor:
+def sample_scale(name: str, value: PriorLike, like: Tensor) -> Tensor:
     """Sample a parameter of a likelihood; a number gets a dimension for the outputs, `(..., 1)`."""
+    shape = scale_shape(value)
     sampled = pyro.sample(name, site_prior(name, value, shape, like, is_batched=True))
     return sampled if shape else sampled.unsqueeze(-1)
 
@@ -202,10 +230,11 @@ def site_prior(
 ) -> dist.Distribution:
     """The distribution of a site with event shape `shape`.
 
-    A scalar distribution is expanded, one with the right batch shape is turned into an event. With
-    `is_batched`, a function that samples inside may return a distribution with draws in front of
-    `shape`, as it does under vectorised particles.
+    A scalar distribution is expanded, one with the right batch shape is turned into an event. The
+    result of a function is expanded to `shape` in any way that broadcasts. With `is_batched` it may
+    have draws in front, as it has under vectorised particles if it samples inside.
     """
+    is_function = not isinstance(value, torch.distributions.Distribution)
     if isinstance(value, Prior):
         return value.element(like).expand(shape).to_event(len(shape))
     if not isinstance(value, torch.distributions.Distribution):
@@ -219,7 +248,7 @@ def site_prior(
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise TypeError(
                 f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
-                f"called with {tuple(shape)}, it says: {error}"
+                f"called with {tuple(shape)}, it says: {error}{_HOW if is_batched else ''}"
             ) from error
         check_kind(f"prior[{name!r}]", value, torch.distributions.Distribution, "a distribution")
     if value.event_shape == shape and value.batch_shape == ():
@@ -228,18 +257,16 @@ def site_prior(
         return dist.Independent(value, len(value.batch_shape))
     if value.batch_shape + value.event_shape == ():
         return dist.Independent(value.expand(shape), len(shape))
-    if is_batched and (expanded := _expanded(value, shape)) is not None:
+    if is_function and (expanded := _expanded(value, shape, is_batched)) is not None:
         return expanded
     raise ValueError(
         f"`prior[{name!r}]` must have event shape {tuple(shape)}, the shape of the site; got batch "
         f"{tuple(value.batch_shape)} and event {tuple(value.event_shape)}. Use `.expand` and "
-        "`.to_event`, or pass a function of the shape. A function that samples, say, `tau` gets "
-        "draws of it in front: for vectorised particles write `tau[..., None, None, None]` for "
-        "each dimension of the shape, and leave `.expand` and `.to_event` out."
+        f"`.to_event`, or pass a function of the shape.{_HOW if is_batched else ''}"
     )
 
 
-def _expanded(value: Any, shape: torch.Size) -> dist.Distribution | None:
+def _expanded(value: Any, shape: torch.Size, is_batched: bool) -> dist.Distribution | None:
     """A distribution with its elements expanded to `(..., *shape)`, or None if they do not fit."""
     full, n = value.batch_shape + value.event_shape, len(shape)
     batch, own = full[: max(len(full) - n, 0)], full[max(len(full) - n, 0) :]
@@ -248,6 +275,8 @@ def _expanded(value: Any, shape: torch.Size) -> dist.Distribution | None:
     )
     num_events = len(value.event_shape)
     if not fits or own[len(own) - num_events :] != shape[n - num_events :]:
+        return None
+    if batch and not is_batched:
         return None
     elements = value.expand((*batch, *shape[: n - num_events]))
     return dist.Independent(elements, n - num_events)
