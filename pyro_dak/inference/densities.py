@@ -17,6 +17,7 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.modes import evaluating, pyro_lock
 from pyro_dak.model.rows import Inputs, check_parts, num_rows, split, to_device
 from pyro_dak.validation import check_finite, check_seed
@@ -48,6 +49,11 @@ def checked_data(model: DAK, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor]:
     if N != len(y) or len(y) == 0:
         raise ValueError(f"`x` and `y` must have the same, positive length; got {N}, {len(y)}.")
     check_inputs(model, x)
+    observed = is_observed(model.likelihood, y)
+    if observed is not None and not bool(observed.all()):
+        raise NotImplementedError(
+            "Missing targets are for `fit` and the objectives. Leave out the rows that have some."
+        )
     model.likelihood.check_values(y, model.num_outputs)
     return x, y.double() if y.is_floating_point() else y
 

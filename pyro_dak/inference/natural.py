@@ -25,6 +25,7 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import observed_derivatives, observed_rows, observed_squares
 from pyro_dak.model.modes import own_precision
 from pyro_dak.model.rows import Inputs, check_parts
 from pyro_dak.validation import check_kind, check_positive
@@ -128,13 +129,14 @@ def expected_and_sums(
             q, design = layer.joint_moments(h, *weights)
         else:
             q, design = guide.own_moments(layer, h), None
-        expected = objective.expected_log_prob(likelihood, y, q).sum()
+        expected = observed_rows(objective.expected_log_prob, likelihood, y, q).sum()
         with torch.no_grad():
             q = FunctionMoments(q.mean.detach(), q.var.detach(), q.root)
-            derivatives = likelihood.expected_derivatives(y, q)
+            derivatives = observed_derivatives(likelihood, y, q)
             sums = guide.row_sums(layer, h.detach(), derivatives, likelihood.coupling, design)
             if likelihood.closed_noise is not None:
-                sums = sums._replace(squares=likelihood.expected_squares(y, q))
+                squares, num_squares = observed_squares(likelihood, y, q)
+                sums = sums._replace(squares=squares, num_squares=num_squares)
     return expected, sums
 
 
@@ -150,8 +152,11 @@ def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: f
     parameter = likelihood.closed_noise
     if parameter is None or sums.squares is None:
         return
+    before = (2 * parameter).exp()
     best = (sums.squares / num_rows).to(parameter.dtype)
-    variance = torch.lerp((2 * parameter).exp(), best, share)
+    if sums.num_squares is not None:  # an output without any target says nothing
+        best = torch.where(sums.num_squares > 0, sums.squares / sums.num_squares, before)
+    variance = torch.lerp(before, best.to(before), share)
     parameter.copy_(0.5 * variance.clamp(min=_LEAST_NOISE * num_rows / share).log())
 
 

@@ -28,6 +28,7 @@ from pyro_dak.model.handlers import refuse_store
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import observed_rows
 from pyro_dak.model.modes import own_precision
 from pyro_dak.model.rows import Inputs, check_parts
 from pyro_dak.validation import check_integer, check_positive
@@ -169,7 +170,7 @@ class AnalyticELBO(ELBO):
                 moments, divergence = guide.moments(layer, h), kl(model, guide)
             else:
                 moments, divergence = guide.moments_and_kl(layer, h, priors)
-            rows = self.expected_log_prob(model.likelihood, y, moments)
+            rows = observed_rows(self.expected_log_prob, model.likelihood, y, moments)
             return ELBOTerms(scale * rows.sum(), divergence), moments
 
     def differentiable_loss(

@@ -14,6 +14,7 @@ from pyro_dak.model.additive_gp import AdditiveGP, DrawnFunction, plate_of_rows
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.handlers import check_store, warn_if_weights_are_given
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.model.missing import observed_distribution
 from pyro_dak.model.priors import PriorLike
 from pyro_dak.model.rows import Inputs, RowShape, check_parts, row_shape
 from pyro_dak.validation import (
@@ -195,6 +196,7 @@ class DAK(AdditiveGP):
             except ValueError:
                 check_finite("h", h)
                 raise
+            y_given_f, y = observed_distribution(self.likelihood, y_given_f, y)
             y = pyro.sample("y", y_given_f, obs=y)
         _check_observed(y, (N, *y_given_f.event_shape), self.likelihood)
         return y

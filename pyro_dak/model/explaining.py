@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pyro_dak.model.missing import check_observed_values
 from pyro_dak.model.modes import evaluating
 from pyro_dak.model.rows import Inputs, call, parts, row_shape, shown, shown_shape, split, to_device
 
@@ -51,7 +52,7 @@ def _reason(
     if y is not None:
         try:
             y = model.likelihood.check_targets(y, model.num_outputs)
-            model.likelihood.check_values(y, model.num_outputs)
+            check_observed_values(model.likelihood, y, model.num_outputs)
         except (TypeError, ValueError) as error:
             return error
     return None if x is None else _reason_of_inputs(model, x)

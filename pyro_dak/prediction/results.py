@@ -15,6 +15,7 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
+from pyro_dak.model.missing import check_observed_values, observed_rows
 from pyro_dak.validation import check_choice, check_integer, check_probability
 
 __all__ = [
@@ -143,14 +144,15 @@ class Prediction(WithNovelty):
 
         For Gaussian noise, constant or not, this is the density of all outputs together. For other
         likelihoods it is the sum of the log densities of the outputs, each by itself: covariance
-        between several outputs, which some guides have, does not enter.
+        between several outputs, which some guides have, does not enter; nor does it if targets may
+        be missing, which then do not count.
         """
         y = self.likelihood.check_targets(y, self.mean.shape[-1])
-        self.likelihood.check_values(y, self.mean.shape[-1])
+        check_observed_values(self.likelihood, y, self.mean.shape[-1])
         _check_rows(y, self.mean)
         with torch.no_grad():
             parts = [
-                self.likelihood.predictive_log_prob(y[rows], self._functions_at(rows))
+                observed_rows(_log_prob, self.likelihood, y[rows], self._functions_at(rows))
                 for rows in _slices(len(y), 8192)
             ]
         return torch.cat(parts)
@@ -238,6 +240,10 @@ class Components(NamedTuple):
     mean: Tensor
     variance: Tensor
     unit_inputs: Tensor
+
+
+def _log_prob(likelihood: Likelihood, y: Tensor, moments: FunctionMoments) -> Tensor:
+    return likelihood.predictive_log_prob(y, moments)
 
 
 def _slices(num_rows: int, size: int) -> Iterator[slice]:

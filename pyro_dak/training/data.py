@@ -39,6 +39,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs
 from pyro_dak.model.latent_sites import known_sites
+from pyro_dak.model.missing import check_observed_values, is_observed
 from pyro_dak.model.modes import evaluating
 from pyro_dak.model.rows import Inputs, check_parts, num_rows, parts, split, take, to_device
 from pyro_dak.training.plan import Plan
@@ -84,7 +85,7 @@ def check_data(model: DAK, x: Any, y: object, name: str = "data") -> tuple[Input
     y = model.likelihood.check_targets(y, model.num_outputs)
     if y.is_floating_point():
         y = y.to(model.layer.log_unit_scale.dtype)
-    model.likelihood.check_values(y, model.num_outputs)
+    check_observed_values(model.likelihood, y, model.num_outputs)
     return x, y
 
 
@@ -102,6 +103,7 @@ def fingerprint(**tensors: Tensor) -> dict[str, Any]:
         num_sampled = max(1, min(N, _MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS // max(D, 1)))
         index = torch.linspace(0, N - 1, num_sampled, dtype=torch.float64).round().long()
         rows = tensor[index.to(tensor.device)].detach().reshape(num_sampled, D).double().cpu()
+        rows = rows.nan_to_num(0.0)  # missing targets
         frequency = torch.arange(1, 5, dtype=torch.float64).unsqueeze(-1)
         u, v = (frequency * torch.arange(size) for size in (num_sampled, D))  # (4, n), (4, D)
         size = float(rows.abs().max()) if rows.numel() else 0.0
@@ -115,6 +117,7 @@ def fingerprint(**tensors: Tensor) -> dict[str, Any]:
 
 def _row_of_largest(values: Tensor) -> int:
     rows = values.reshape(len(values), -1)
+    rows = rows.nan_to_num(0.0) if values.is_floating_point() else rows  # missing targets
     return int(torch.maximum(rows.amax(1).double(), -rows.amin(1).double()).argmax())
 
 
@@ -478,6 +481,9 @@ def training_data(
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
         inputs, y = check_data(model, *pair)
+        observed = is_observed(model.likelihood, y)
+        if observed is not None and not bool(observed.any()):
+            raise ValueError("`data y` must hold targets; all of them are missing.")
         x = _features(model, inputs, device) if plan.fixed_features else to_device(inputs, device)
         resident = ResidentData(x, y.to(device), plan.batch_size, *share)
         return resident, inputs, resident.sample()

@@ -27,6 +27,7 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
+from pyro_dak.model.missing import Missing, with_missing
 from pyro_dak.model.modes import local_parameters
 from pyro_dak.model.rows import Inputs, device_of, num_rows, take, to_device
 from pyro_dak.prediction.novelty import (
@@ -91,6 +92,7 @@ def fit(
     num_data: int | None = None,
     target: str | None = None,
     unpack: Callable[[Any], Any] | None = None,
+    missing: Missing | None = None,
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
     final_pass: bool | None = None,
@@ -149,6 +151,9 @@ def fit(
         target: the entry of dictionaries that is y, such as "labels"; the others are x.
         unpack: a function from a batch to (x, y), for batches that are neither a pair nor a
             dictionary, such as `lambda batch: ((batch[0], batch[1]), batch[2])`.
+        missing: what marks targets that are missing, of training and of held-out rows: "nan", or
+            for class labels an integer such as -100. They do not count in the likelihood: of a row
+            with several outputs those that are there count.
         callbacks: called after each epoch with its number and its row of the history.
         compile: whether to compile the loss; where that fails, it warns and goes on without.
         final_pass: whether a `NaturalGuide` takes its posterior from one more pass over all rows at
@@ -225,6 +230,7 @@ def fit(
         seeded(plan.seed + fabric.global_rank, fabric.device),
         local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),
+        with_missing(model.likelihood, missing),
     ):
         model.to(fabric.device)
         guide.to(fabric.device)

@@ -29,8 +29,9 @@ from pyro_dak.fast.compiling import Compiled
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.modes import evaluating
-from pyro_dak.model.rows import Inputs, like_model
+from pyro_dak.model.rows import Inputs, like_model, take
 from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
@@ -234,26 +235,37 @@ class DAKLoss(nn.Module, Learner):
     def score(self, held_out: HeldOut) -> tuple[Tensor, dict[str, float]]:
         """Scores of held-out rows, of which each process takes its share; a `ScoreFn`."""
         like, fabric = self.model.layer.log_unit_scale, held_out.fabric
-        is_class = isinstance(self.model.likelihood, CategoricalLikelihood)
-        sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)
+        has_classes = isinstance(self.model.likelihood, CategoricalLikelihood)
+        totals = torch.zeros(4, dtype=torch.float64, device=fabric.device)
         for x, y in held_out.batches():
+            x, y = self._scored(x, y)
             if len(y) == 0:  # a short batch has no row for some processes
                 continue
-            x = like_model(x, like)
-            prediction = predict(self.model, self.guide, x, novelty=False, progress=False)
+            prediction = predict(
+                self.model, self.guide, like_model(x, like), novelty=False, progress=False
+            )
             if isinstance(prediction, ClassPrediction):
                 fit = (prediction.label == y).double()
             else:
-                fit = (prediction.mean - y).double().square().mean(-1)
+                fit = (prediction.mean - y).double().square()
+                fit = fit[~fit.isnan()]  # without missing targets
             log_prob = prediction.log_prob(y).double()
-            sums += torch.stack([log_prob.sum(), fit.sum(), torch.ones_like(fit).sum()])
-        total_log_prob, total_fit, num_rows = fabric.all_reduce(sums, reduce_op="sum").tolist()
-        nlpd, mean_fit = -total_log_prob / num_rows, total_fit / num_rows
-        name, fit_score = "val_rmse", math.sqrt(mean_fit)
-        if is_class:
-            name, fit_score = "val_accuracy", mean_fit
-        entries = {"val_nlpd": nlpd, name: fit_score}
-        return torch.tensor([[nlpd]], dtype=torch.float64), entries
+            numbers = [log_prob.sum(), fit.sum(), len(y), fit.numel()]
+            totals += torch.stack([torch.as_tensor(n, device=y.device) for n in numbers])
+        log_prob, fit, num_rows, num_fits = fabric.all_reduce(totals, reduce_op="sum").tolist()
+        if num_rows == 0:
+            raise ValueError("`validation` must hold targets; all of them are missing.")
+        nlpd, mean_fit = -log_prob / num_rows, fit / num_fits
+        entry = {"val_accuracy": mean_fit} if has_classes else {"val_rmse": math.sqrt(mean_fit)}
+        return torch.tensor([[nlpd]], dtype=torch.float64), {"val_nlpd": nlpd, **entry}
+
+    def _scored(self, x: Any, y: Tensor) -> tuple[Any, Tensor]:
+        """The rows that have a target."""
+        observed = is_observed(self.model.likelihood, y)
+        if observed is None:
+            return x, y
+        rows = observed.reshape(len(y), -1).any(-1).nonzero().squeeze(-1)
+        return take(x, rows), y[rows]
 
 
 def _one_process(device: torch.device) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.priors import Prior
 from pyro_dak.model.rows import Inputs, like_model, parts
 from pyro_dak.training.loop import DAKLoss
@@ -34,8 +35,10 @@ def check_start(loss: DAKLoss, x: Inputs, y: Tensor, num_data: int, is_sample: b
     like = model.layer.log_unit_scale
     dtype, device = like.dtype, like.device
     x, y = like_model(x, like), like_model(y, like)
+    observed = is_observed(model.likelihood, y)
+    known = y if observed is None else y[observed]
     size = max(map(_largest, parts(x).values()))
-    largest = f"the largest |x| is {size:.3g} and the largest |y| {_largest(y):.3g}"
+    largest = f"the largest |x| is {size:.3g} and the largest |y| {_largest(known):.3g}"
     parameters = [p for p in loss.parameters() if p.requires_grad]
     if not parameters:  # the loop says so
         return
@@ -64,7 +67,7 @@ def check_start(loss: DAKLoss, x: Inputs, y: Tensor, num_data: int, is_sample: b
     if seen and 0 < size < 1e-3 and differ:
         _check_units(model, seen[0], largest, is_sample)
     if hasattr(model.likelihood, "noise_scale") and not model.has_shrinkage:
-        _check_targets(model, y, largest, is_sample)
+        _check_targets(model, known, largest, is_sample)
 
 
 def _check_units(model: DAK, h: Tensor, largest: str, is_sample: bool) -> None:
@@ -100,7 +103,7 @@ def _tell(what: str, largest: str, is_refused: bool) -> None:
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.double().abs().max())
+    return float(values.double().abs().max()) if values.numel() else 0.0
 
 
 def _root_mean_square(values: Tensor) -> float:

@@ -68,6 +68,7 @@ class RowSums(NamedTuple):
         mean_curvature: the sum of the mean of k over functions, likewise.
         squares: the sum of E_q (y - f)^2, of all outputs or of each, `(C,)`, if a noise scale is to
             be learned from it.
+        num_squares: how many squares these are, in the same shape, if targets may be missing.
     """
 
     gradient: Tensor
@@ -76,6 +77,7 @@ class RowSums(NamedTuple):
     steepest: Tensor | None = None
     mean_curvature: Tensor | None = None
     squares: Tensor | None = None
+    num_squares: Tensor | None = None
 
     def plus(self, other: "RowSums") -> "RowSums":
         """The sums over the rows of both."""
