@@ -22,9 +22,11 @@ def is_loader(x: object) -> bool:
     A list of tensors is an input with several parts, as a tuple is; one of pairs or dictionaries is
     a list of batches. What can be made a tensor, such as an array, is meant as one.
     """
+    if isinstance(x, Tensor):
+        return False
     if isinstance(x, list):
         return len(x) > 0 and all(isinstance(part, tuple | list | Mapping) for part in x)
-    is_whole = isinstance(x, Tensor | Mapping | tuple | str | bytes) or hasattr(x, "__array__")
+    is_whole = isinstance(x, Mapping | tuple | str | bytes) or hasattr(x, "__array__")
     return isinstance(x, Iterable) and not is_whole
 
 

@@ -34,8 +34,8 @@ def check_inputs(model: DAK, x: Inputs, name: str = "x") -> None:
             )
         if part.is_complex() or (is_floating and part.dtype != dtype):
             raise TypeError(
-                f"`{label}` must have the dtype of the model, {dtype}, or hold integers; got "
-                f"{part.dtype}. Convert it."
+                f"`{label}` must have the dtype of the model, {dtype}; got {part.dtype}. "
+                "Convert it."
             )
         if is_floating:
             check_finite(label, part)

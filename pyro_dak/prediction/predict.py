@@ -1,6 +1,6 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -90,7 +90,6 @@ def predict(
         target: for a loader of dictionaries, the entry that is y and not x.
         unpack: for a loader of other batches, a function from a batch to (x, y).
     """
-    unpacking = Unpacking(target, unpack)
     if is_loader(x):
         of_batch = partial(
             predict,
@@ -105,8 +104,10 @@ def predict(
             novelty=novelty,
             progress=False,
         )
+        unpacking = Unpacking(target, unpack)
         return concatenated([of_batch(unpacking.inputs(b)) for b in with_bar(x, progress)])
-    x = unpacking.inputs(x) if isinstance(x, Mapping) else x
+    if target is not None:
+        x = Unpacking(target).inputs(x)
     check_choice("method", method, ("mc", "probit"))
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
