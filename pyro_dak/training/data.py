@@ -470,7 +470,12 @@ Data = ResidentData | LoaderData
 
 
 def training_data(
-    model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any, unpacking: Unpacking
+    model: DAK,
+    data: Any,
+    plan: Plan,
+    num_data: int | None,
+    fabric: Any,
+    unpacking: Unpacking = _AS_PAIRS,
 ) -> tuple[Data, Inputs, tuple[Any, Tensor]]:
     """`ResidentData` for tensors and fixed features, `LoaderData` for others.
 
