@@ -45,9 +45,10 @@ def checked_data(model: DAK, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor]:
     check_model(model)
     check_parts("x", x)
     y = model.likelihood.check_targets(y, model.num_outputs)
-    N = 0 if isinstance(x, Tensor) and x.dim() == 0 else num_rows(x)
-    if N != len(y) or len(y) == 0:
-        raise ValueError(f"`x` and `y` must have the same, positive length; got {N}, {len(y)}.")
+    if num_rows(x) != len(y) or len(y) == 0:
+        raise ValueError(
+            f"`x` and `y` must have the same, positive length; got {num_rows(x)}, {len(y)}."
+        )
     check_inputs(model, x)
     observed = is_observed(model.likelihood, y)
     if observed is not None and not bool(observed.all()):

@@ -90,7 +90,7 @@ def check_parts(name: str, x: object) -> None:
         if isinstance(part, tuple | list | Mapping):
             raise TypeError(
                 f"`{label}` must be a tensor, because inputs are not nested; got a {_kind(part)}. "
-                f"Put its tensors into `{name}` itself."
+                f"Put its tensors into `{name}` itself, or leave it out; of a loader, by `unpack`."
             )
         check_tensor(label, part)
         if part.dim() == 0:
@@ -106,8 +106,9 @@ def _kind(x: object) -> str:
 
 
 def num_rows(x: Inputs) -> int:
-    """N."""
-    return len(x) if isinstance(x, Tensor) else len(next(iter(parts(x).values())))
+    """N, and 0 for a single number."""
+    first = x if isinstance(x, Tensor) else next(iter(parts(x).values()))
+    return len(first) if first.dim() else 0
 
 
 def num_numbers(x: Inputs) -> int:

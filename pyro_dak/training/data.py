@@ -75,8 +75,9 @@ _MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS = 256, 2**20
 def check_data(model: DAK, x: Any, y: object, name: str = "data") -> tuple[Inputs, Tensor]:
     """x and y as tensors that fit the model, or an error that says what does not fit."""
     check_parts(f"{name} x", x)
-    if not isinstance(y, Tensor):
-        raise TypeError(f"`{name} y` must be a torch.Tensor; got {type(y).__name__}.")
+    if not isinstance(y, Tensor) or y.dim() == 0:
+        got = "a single number" if isinstance(y, Tensor) else type(y).__name__
+        raise TypeError(f"`{name} y` must be a torch.Tensor with an entry per row; got {got}.")
     if num_rows(x) != len(y):
         raise ValueError(f"`{name}` must have one y per x; got {num_rows(x)} and {len(y)} rows.")
     if len(y) == 0:

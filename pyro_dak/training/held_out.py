@@ -33,6 +33,7 @@ class HeldOut:
         rows: a pair (x, y) of tensors that are checked and on the device, or a loader.
         fabric: says which device that is, and which rows are those of this process.
         unpacking: how batches of a loader are read.
+        is_loader: whether the rows are a loader.
     """
 
     def __init__(self, model: DAK, rows: Any, fabric: Any, unpacking: Unpacking, is_loader: bool):

@@ -82,6 +82,8 @@ def bad_data() -> dict[str, tuple[object, type[Exception], str]]:
         "columns": ((x, y.expand(-1, 2)), ValueError, r"shape \(N, 1\)"),
         "no tensor": ((x, [1.0] * 60), TypeError, "must be a torch.Tensor"),
         "one axis": ((x[:, 0], y), ValueError, r"shape \(N, ...\)"),
+        "one number as x": ((x[0, 0], y), ValueError, "got 0 and 60 rows"),
+        "one number as y": ((x, y[0, 0]), TypeError, "an entry per row; got a single number"),
         "no data": (3, TypeError, "pair"),
     }
 
