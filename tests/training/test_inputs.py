@@ -4,6 +4,7 @@ Each kind has a twin: the same network fed by one floating tensor that holds all
 compute the same numbers, to the last bit.
 """
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -436,6 +437,36 @@ def test_a_function_takes_the_features_from_what_a_network_returns(name, tmp_pat
             assert predict(*loaded, x).mean.equal(results[0].mean)
     assert_close(results[0].mean, results[1].mean)
     assert_close(results[0].novelty, results[1].novelty)
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_is_trained_and_loaded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": TOKENS}
+    sizes |= {"vocab_size": WORDS, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes)
+    x, y = transformers.BatchEncoding(kinds()["dict"].x), targets()
+    options = {"features": lambda out: out.pooler_output}
+    model = DAK(transformers.BertModel(config), 8, num_units=3, level=2, **options)
+    guide = NaturalGuide(model)
+    loader = DataLoader(Rows(kinds()["dict"].x, y), 16)
+    train(model, guide, loader, target="labels", validation=loader)
+    expected = predict(model, guide, x)
+    assert_close(predict(model, guide, loader, target="labels").mean, expected.mean)
+    save(model, guide, tmp_path / "model")
+    network = transformers.BertModel(config)
+    loaded = load(tmp_path / "model", feature_extractor=network, **options)
+    assert predict(*loaded, x).mean.equal(expected.mean)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_mixed_precision_leaves_integers_as_they_are(precision):
+    kind = kinds()["dict"]
+    torch.set_default_dtype(torch.float32)
+    model, guide = kind.model()
+    history = train(model, guide, (kind.x, targets().float()), precision=precision)
+    assert math.isfinite(history.final["elbo"])
+    assert predict(model, guide, kind.x).mean.isfinite().all()
 
 
 @pytest.mark.usefixtures("no_type_checker")
