@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_dak.additive.activation import Route
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.model.additive_gp import AdditiveGP, DrawnFunction, plate_of_rows
 from pyro_dak.model.explaining import explaining
@@ -45,7 +46,7 @@ class DAK(AdditiveGP):
         num_outputs: C, outputs or classes.
         level: L of the grid; M = 2^L - 1.
         bounds: bounds of the grid.
-        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)` (see `AdditiveGP`).
         likelihood: observation model; the default is `GaussianLikelihood()`.
         scaling: "standardize", "minmax" or "none".
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
@@ -55,8 +56,14 @@ class DAK(AdditiveGP):
             D from the linear layer that the network starts with; else give D itself, at most 64.
         prior_scale: standard deviation of f in the prior at the start, before the scales of the
             units are learned; by default 3 for classes and 1 for the rest.
+        route: "auto", "local" or "dense"; with "dense" everything has second derivatives (see
+            `AdditiveGP`).
         features: a function from what the extractor returns to the features, for extractors that
             return tuples, dictionaries or objects (see `AdditiveGP`). `save` does not keep it.
+
+    Attributes:
+        input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
+            before the first x.
 
     Attributes:
         input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
@@ -85,6 +92,7 @@ class DAK(AdditiveGP):
         linear_term: bool = False,
         input_units: bool | int = False,
         prior_scale: float | None = None,
+        route: Route = "auto",
         features: Callable[[Any], Tensor] | None = None,
     ):
         check_integer("num_outputs", num_outputs, minimum=1)
@@ -106,6 +114,7 @@ class DAK(AdditiveGP):
             input_units,
             likelihood.prior_scale if prior_scale is None else prior_scale,
             name="",
+            route=route,
             features=features,
         )
         self.num_outputs = num_outputs
@@ -165,13 +174,8 @@ class DAK(AdditiveGP):
             warn_if_weights_are_given(self.site_shapes)
         with explaining(self, x, y):
             h = self.unit_inputs(x)
-            self.remember_inputs(x)
+            self.input_shape = self.input_shape or row_shape(x)
             return self.observe(h, y, num_data)
-
-    def remember_inputs(self, x: Inputs) -> None:
-        """Take note of the shape of a row of x, which messages and dry runs refer to."""
-        if self.input_shape is None:
-            self.input_shape = row_shape(x)
 
     def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The program from the unit inputs on: priors, f, likelihood; for features held fixed."""

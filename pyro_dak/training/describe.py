@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any
 
@@ -177,14 +177,17 @@ def check_sizes(
     """
     meta, arguments = torch.device("meta"), _model_arguments(description["model"])
     kernel, (low, high) = arguments["kernel"], arguments["bounds"]
-    # No shape depends on the kernel. This one has no constants yet, and finds no grid too coarse.
-    arguments["kernel"] = kernels.LaplaceKernel(high - low)
+    # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one
+    # has no constants yet, and finds no grid too coarse.
+    lengthscale = kernel.lengthscale if kernel.has_prior else high - low
+    arguments["kernel"] = kernels.LaplaceKernel(lengthscale, learn=kernel.learn)
     with meta:
         network = _network(description["model"], feature_extractor)
         model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
         model.novelty = _novelty(description, model)
     M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
-    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M)
+    num_factors = 1 if kernel.is_fixed_number else model.num_units
+    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M * num_factors)
     if feature_extractor is not None:
         needed += 2 * num_bytes(_input_shape(description) or ())
     if has_own_guide:
@@ -273,6 +276,7 @@ def _describe_model(model: DAK) -> Description:
     """Everything that made a model, as data; the extractor is None if it cannot be described."""
     activation, scaling = model.layer.activation, model.scaling
     _named("scaling", scaling, {cls.__name__: cls for cls in SCALINGS.values()})
+    route = {} if activation.route == "auto" else {"route": activation.route}
     return {
         "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
@@ -280,7 +284,7 @@ def _describe_model(model: DAK) -> Description:
         "num_outputs": model.num_outputs,
         "level": activation.grid.level,
         "bounds": list(activation.grid.bounds),
-        "kernel": _named("kernel", activation.kernel, _KERNELS) | asdict(activation.kernel),
+        "kernel": _describe_kernel(activation.kernel),
         "likelihood": _describe_likelihood(model.likelihood),
         "scaling": next(name for name, cls in SCALINGS.items() if cls is type(scaling)),
         "scaling_options": {
@@ -290,12 +294,29 @@ def _describe_model(model: DAK) -> Description:
         "prior": {
             name: _describe_prior(name, prior)
             for name, prior in model.prior.items()
-            if name != "global_shrinkage"
+            if name not in ("global_shrinkage", "lengthscale")
         },
         "linear_term": model.layer.linear_term,
         "input_units": model.num_input_units,
         "has_features_fn": model.features_fn is not None,
+        **route,
     }
+
+
+def _describe_kernel(kernel: kernels.Kernel) -> Description:
+    """The kernel as data. That it learns its lengthscale, from the value here, is said if it does.
+
+    So the description of a kernel with a number is what it was in earlier versions.
+    """
+    description = _named("kernel", kernel, _KERNELS)
+    description |= {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+    if not kernel.learn:
+        del description["learn"]
+    if kernel.has_prior:
+        description["lengthscale"] = _describe_prior("lengthscale", kernel.lengthscale)
+    elif isinstance(kernel.lengthscale, tuple):
+        description["lengthscale"] = list(kernel.lengthscale)
+    return description
 
 
 def _build_model(
@@ -339,7 +360,10 @@ def _model_arguments(description: Description) -> dict[str, Any]:
         del arguments[name]
     arguments.pop("has_features_fn", None)  # earlier versions had none
     arguments["bounds"] = tuple(arguments["bounds"])
-    arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
+    kernel = dict(arguments["kernel"])
+    if isinstance(kernel.get("lengthscale"), dict):
+        kernel["lengthscale"] = _build("prior", kernel["lengthscale"], _PRIORS)
+    arguments["kernel"] = _build("kernel", kernel, _KERNELS)
     likelihood = dict(arguments["likelihood"])
     if isinstance(likelihood.get("noise_scale"), list):
         likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
@@ -407,8 +431,11 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
         then = [then] * len(now)
     if isinstance(then, dict) and isinstance(now, dict):
         is_learned = then.get("learn") is True and now.get("learn") is True
-        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
+        starts = {"lengthscale", "noise_scale"} if is_learned else set()
+        for key in sorted((then.keys() & now.keys()) - starts):
             yield from differences(then[key], now[key], f"{name}.{key}" if name else key)
+        if "lengthscale" in then and bool(then.get("learn")) != bool(now.get("learn")):
+            yield f"{name}.learn: {bool(then.get('learn'))} then, {bool(now.get('learn'))} now"
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for i, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{name}[{i}]")

@@ -29,7 +29,7 @@ from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.missing import Missing, with_missing
 from pyro_dak.model.modes import local_parameters
-from pyro_dak.model.rows import Inputs, device_of, num_rows, take, to_device
+from pyro_dak.model.rows import Inputs, device_of, num_rows, row_shape, take, to_device
 from pyro_dak.prediction.novelty import (
     MAX_REFERENCE_ROWS,
     features_of,
@@ -240,7 +240,7 @@ def fit(
         if not fixed_features:  # whose network has run already
             check_network(model, first)
             _warn_if_statistics_move(model.feature_extractor)
-        model.remember_inputs(first)
+        model.input_shape = model.input_shape or row_shape(first)
         with explaining(model, guide=guide):
             set_up_guide(guide, model, to_device(take(first, slice(2)), fabric.device))
             if isinstance(elbo, AnalyticELBO):

@@ -29,7 +29,7 @@ from pyro_dak import (
     run_nuts,
 )
 from pyro_dak.additive.gaussian import FunctionMoments
-from pyro_dak.inference.natural import expected_and_sums, learn_noise
+from pyro_dak.inference.natural import expected_and_rows, learn_noise
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.missing import observed_derivatives, observed_rows, with_missing
 from pyro_dak.training.checkpoint import module_tensors
@@ -180,10 +180,11 @@ def test_the_best_noise_is_the_mean_square_of_targets_that_are_there(noise):
     y = case.y.masked_fill(~there, math.nan)
     with with_missing(likelihood, "nan"):
         sums, h = [], case.h.detach()
-        weights = case.guide.fixed_weights(h.dtype)
+        weights = case.guide.fixed_weights(case.model.layer, h.dtype)
         for own in (slice(5), slice(5, None)):
             parts = (h[own], y[own], *weights)
-            sums.append(expected_and_sums(ClosedFormELBO(), case.model, case.guide, *parts)[1])
+            rows = expected_and_rows(ClosedFormELBO(), case.model, case.guide, *parts)[1]
+            sums.append(rows.sums(case.model, case.guide))
     q = case.guide.moments(case.model.layer, h)
     squares = (case.y - q.mean).square() + q.var
     before = likelihood.noise_scale.detach().clone()
