@@ -70,6 +70,8 @@ class Likelihood(nn.Module, ABC):
             of a row, as for classes.
         prior_scale: the standard deviation that f has in the prior at the start. With 1, classes
             could hardly be told apart with more than 95 % certainty.
+        missing: what marks targets that do not count, "nan" or for labels an integer; None if there
+            must not be any. `fit(..., missing=...)` sets it while it runs.
     """
 
     has_closed_form = False
@@ -78,6 +80,7 @@ class Likelihood(nn.Module, ABC):
     coupling = 1.0
     is_shift_invariant = False
     prior_scale = 1.0
+    missing: str | int | None = None
 
     def num_functions(self, num_outputs: int) -> int:
         """F, the functions that C outputs need."""

@@ -27,6 +27,7 @@ from pyro_dak.inference.natural import (
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, like_model
 from pyro_dak.training.checkpoint import is_finite
 from pyro_dak.training.data import Epochs, rewound
 from pyro_dak.training.loop import DAKLoss, seeded
@@ -80,7 +81,7 @@ class NaturalLoss(DAKLoss):
         self.gathering = Gathering()
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, y: Tensor, scale: float, num_data: int
+        self, x: Inputs, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor, _Unrounded]:
         """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
         guide: Any = self.guide
@@ -94,9 +95,9 @@ class NaturalLoss(DAKLoss):
             means = torch.stack([loss, expected, kl]).mul_(weight / num_data)
         return loss * (weight / num_data), means, _Unrounded(rows.sums(self.model, guide))
 
-    def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, BatchRows]:
+    def batch_terms(self, x: Inputs, y: Tensor, *weights: Tensor) -> tuple[Tensor, BatchRows]:
         """`expected_and_rows` of a batch; all that depends on x, which can be compiled."""
-        h = self._unit_inputs(x)
+        h = self.unit_inputs(x)
         elbo: Any = self.elbo
         guide: Any = self.guide
         return expected_and_rows(elbo, self.model, guide, h, y, *weights)
@@ -195,23 +196,20 @@ class NaturalLoss(DAKLoss):
             return
         num_left = _MAX_NUMBERS // scaling.num_units
         hook = scaling.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        dtype = self.model.layer.log_unit_scale.dtype
+        like = self.model.layer.log_unit_scale
         try:
             with evaluating(self.model), rewound(data.generators):
-                for x, _, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
+                for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
                     if num_left > 0:
-                        self._unit_inputs(x.to(dtype))
-                        num_left -= len(x)
+                        self.unit_inputs(like_model(x, like))
+                        num_left -= len(y)
         finally:
             hook.remove()
         scaling.take_statistics(torch.cat(seen))
 
-    def _unit_inputs(self, x: Tensor) -> Tensor:
-        return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
-
     def _sums_over(self, data: Epochs, fabric: Any, seed: int) -> tuple[RowSums, float]:
         """What all rows of all processes say about q, in eval mode, and how many they are."""
-        dtype = self.model.layer.log_unit_scale.dtype
+        like = self.model.layer.log_unit_scale
         guide: Any = self.guide
         sums, num_rows = None, 0
         with (
@@ -220,10 +218,10 @@ class NaturalLoss(DAKLoss):
             rewound(data.generators),
         ):
             for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
-                y = y.to(dtype) if y.is_floating_point() else y
                 # The class's own: a compiled one would be compiled once more, for eval mode.
-                weights = guide.fixed_weights(self.model.layer, dtype)
-                _, rows = NaturalLoss.batch_terms(self, x.to(dtype), y, *weights)
+                weights = guide.fixed_weights(self.model.layer, like.dtype)
+                batch = like_model(x, like), like_model(y, like)
+                _, rows = NaturalLoss.batch_terms(self, *batch, *weights)
                 own = rows.sums(self.model, guide, may_round=False)
                 sums = own if sums is None else sums.plus(own)
                 num_rows += len(y)

@@ -100,9 +100,10 @@ def test_two_processes_equal_one(tmp_path, alone, launch):
     assert_equal_to(alone, tmp_path / "out.safetensors", launch=launch)
 
 
-def test_two_processes_with_a_natural_guide_equal_one(tmp_path):
-    alone = run_alone(tmp_path, "--guide", "natural")
-    assert_equal_to(alone, tmp_path / "two.safetensors", "--guide", "natural", launch=TORCHRUN)
+@pytest.mark.parametrize("arguments", [("--guide", "natural"), ("--parts",)])
+def test_two_processes_with_another_guide_or_inputs_equal_one(tmp_path, arguments):
+    alone = run_alone(tmp_path, *arguments)
+    assert_equal_to(alone, tmp_path / "two.safetensors", *arguments, launch=TORCHRUN)
 
 
 def assert_equal_to(alone, out, *arguments, launch):
