@@ -34,6 +34,7 @@ from pyro_dak.model.priors import (
     GammaScalePrior,
     HorseshoePrior,
     LaplacePrior,
+    LogNormalPrior,
     NormalPrior,
     StudentTPrior,
 )
@@ -46,6 +47,7 @@ from pyro_dak.prediction import (
 )
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
+from pyro_dak.training.head import DAKHead
 
 if TYPE_CHECKING:
     from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
@@ -61,6 +63,7 @@ __all__ = [
     "DAKAdditiveClassifier",
     "DAKAdditiveRegressor",
     "DAKClassifier",
+    "DAKHead",
     "DAKRegressor",
     "DyadicGrid",
     "FullRankGuide",
@@ -73,6 +76,7 @@ __all__ = [
     "LaplaceKernel",
     "LaplacePrior",
     "LocalReparamELBO",
+    "LogNormalPrior",
     "LowRankGuide",
     "MaternKernel",
     "MeanFieldGuide",

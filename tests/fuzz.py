@@ -71,9 +71,11 @@ ROOMS = (
 # every chunk of rows, on tensors that their caller has made or checked: a check there would be paid
 # for by all who call them rightly. Of other classes all public methods are attacked.
 METHODS = {
+    "AdditiveGP": "forward",
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
+    "MixturePrediction": "",  # as those of Prediction
     "Novelty": "",
     "Summary": "",
     "*ELBO": "differentiable_loss loss loss_and_grads terms",
@@ -85,9 +87,9 @@ METHODS = {
 # Results of functions that are attacked, and errors; nobody makes them by hand.
 RESULTS = (
     "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding "
-    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun Novelty NoveltyScores "
-    "PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError TrilGuide "
-    "Weights evaluating local_parameters log_ratios"
+    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun MixturePrediction Novelty "
+    "NoveltyScores PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError "
+    "TrilGuide Weights evaluating local_parameters log_ratios"
 ).split()
 
 Arguments = dict[str, Any]
@@ -359,6 +361,11 @@ def some_samples(model: DAK, num_samples: int = 30) -> dict[str, Tensor]:
     return {n: torch.randn(num_samples, *shape) for n, shape in model.site_shapes.items()}
 
 
+def with_posterior(arguments: Arguments) -> Arguments:
+    """Arguments of functions that take any posterior: the guide under that name."""
+    return {**without(arguments, "guide"), "posterior": arguments["guide"]}
+
+
 def without(arguments: Arguments, *names: str) -> Arguments:
     return {name: value for name, value in arguments.items() if name not in names}
 
@@ -397,7 +404,14 @@ def _(name: str) -> Any:
     return AdditiveLayer, {"activation": activation, **sizes}
 
 
-@target("NormalPrior", "LaplacePrior", "StudentTPrior", "HorseshoePrior", "GammaScalePrior")
+@target(
+    "NormalPrior",
+    "LaplacePrior",
+    "StudentTPrior",
+    "HorseshoePrior",
+    "GammaScalePrior",
+    "LogNormalPrior",
+)
 def _(name: str) -> Any:
     kind = getattr(pyro_dak, name)
     return kind, {field.name: field.default for field in dataclasses.fields(kind)}
@@ -435,17 +449,18 @@ def _(name: str) -> Any:
     return check_fn, {"y": y}
 
 
-@target("DAK", numbers="any")
+@target("DAK", "AdditiveGP", numbers="any")
 def _(name: str) -> Any:
-    return DAK, {
+    own: Arguments = {"num_outputs": 2, "likelihood": GaussianLikelihood()}
+    if name == "AdditiveGP":
+        own = {"num_functions": 2, "name": "gp"}
+    return getattr(pyro_dak, name), own | {
         "feature_extractor": nn.Linear(D, 4),
         "feature_dim": 4,
         "num_units": 4,
-        "num_outputs": 2,
         "level": 2,
         "bounds": (0.0, 1.0),
         "kernel": LaplaceKernel(),
-        "likelihood": GaussianLikelihood(),
         "scaling": "minmax",
         "embedding": False,
         "prior": {"z": NormalPrior(0.0, 2.0)},
@@ -455,6 +470,12 @@ def _(name: str) -> Any:
 
 def _is_target(y: Any, arguments: Arguments) -> bool:
     return len(y) == len(arguments["x"])
+
+
+@target("AdditiveGP.forward", is_right=_is_target, numbers="any")
+def _(name: str) -> Any:
+    gp = pyro_dak.AdditiveGP(nn.Linear(D, 4), 4, num_units=2, level=2)
+    return gp, {"x": torch.rand(N, D)}
 
 
 @target("DAK.forward", is_right=_is_target, numbers="any")
@@ -612,13 +633,14 @@ def _is_prediction(prediction: Any, arguments: Arguments) -> bool:
 @target("predict", is_right=_is_prediction)
 def _(name: str) -> Any:
     options = {"num_samples": 5, "residual_variance": False, "seed": 2, "chunk_size": 4}
-    return pyro_dak.predict, {**without(case(), "y"), **options, "progress": False}
+    return pyro_dak.predict, {**with_posterior(without(case(), "y")), **options, "progress": False}
 
 
 @target("predict: classes", is_right=_is_prediction, numbers="any")
 def _(name: str) -> Any:
     options = {"method": "mc", "num_samples": 5, "residual_variance": True, "seed": 2}
-    return pyro_dak.predict, {**without(case("categorical"), "y"), **options, "progress": False}
+    arguments = with_posterior(without(case("categorical"), "y"))
+    return pyro_dak.predict, {**arguments, **options, "progress": False}
 
 
 @target("predict: autoguide", is_right=_is_prediction, cost=4)
@@ -627,7 +649,8 @@ def _(name: str) -> Any:
     guide = AutoNormal(arguments["model"])
     with torch.no_grad():
         guide(arguments["x"], None)
-    return pyro_dak.predict, {**arguments, "guide": guide, "num_samples": 4, "progress": False}
+    arguments = {**without(arguments, "guide"), "posterior": guide}
+    return pyro_dak.predict, {**arguments, "num_samples": 4, "progress": False}
 
 
 def _is_calibration(result: Any, arguments: Arguments) -> bool:
@@ -639,12 +662,13 @@ def _is_calibration(result: Any, arguments: Arguments) -> bool:
 def _(name: str) -> Any:
     rows = {"x_val": torch.randn(2 * N, D), "y_val": torch.randn(2 * N, 1)}
     options = {"num_samples": 5, "residual_variance": False, "seed": 2, "chunk_size": 5}
-    return pyro_dak.calibrate, {**without(case(), "x", "y"), **rows, **options, "progress": False}
+    arguments = with_posterior(without(case(), "x", "y"))
+    return pyro_dak.calibrate, {**arguments, **rows, **options, "progress": False}
 
 
 @target("calibrate: classes", is_right=_is_calibration, cost=4, numbers="any")
 def _(name: str) -> Any:
-    arguments = without(case("categorical"), "x", "y")
+    arguments = with_posterior(without(case("categorical"), "x", "y"))
     x = torch.randn(4 * N, D)
     y = pyro_dak.predict(**arguments, x=x).label
     y[:3] = (y[:3] + 1) % 3
@@ -654,7 +678,7 @@ def _(name: str) -> Any:
 
 @target("learn_novelty", "learn_novelty: classes", cost=4)
 def _(name: str) -> Any:
-    arguments = case("categorical" if "classes" in name else "gaussian")
+    arguments = with_posterior(case("categorical" if "classes" in name else "gaussian"))
 
     def learn_and_look(**options: Any) -> Any:
         pyro_dak.learn_novelty(**options)
@@ -667,7 +691,8 @@ def _(name: str) -> Any:
 @target("Prediction.strangeness", "ClassPrediction.strangeness",
         is_right=lambda scores, arguments: scores.shape == (N,))  # fmt: skip
 def _(name: str) -> Any:
-    arguments = without(case("categorical" if "Class" in name else "gaussian"), "y")
+    kind = "categorical" if "Class" in name else "gaussian"
+    arguments = with_posterior(without(case(kind), "y"))
     pyro_dak.learn_novelty(**arguments, progress=False)
     prediction = pyro_dak.predict(**arguments, num_samples=5, seed=0, progress=False)
     return prediction.strangeness, {"score": "leverage"}
@@ -679,14 +704,16 @@ def _are_components(result: Any, arguments: Arguments) -> bool:
 
 @target("components", is_right=_are_components)
 def _(name: str) -> Any:
-    return pyro_dak.components, {**without(case(), "y"), "chunk_size": 4, "progress": False}
+    arguments = with_posterior(without(case(), "y"))
+    return pyro_dak.components, {**arguments, "chunk_size": 4, "progress": False}
 
 
 @target(
     "sample_functions", is_right=lambda draws, arguments: len(draws) == arguments["num_samples"]
 )
 def _(name: str) -> Any:
-    return pyro_dak.sample_functions, {**without(case(), "x", "y"), "num_samples": 3}
+    arguments = with_posterior(without(case(), "x", "y"))
+    return pyro_dak.sample_functions, {**arguments, "num_samples": 3}
 
 
 @target(
@@ -719,7 +746,7 @@ def _(name: str) -> Any:
 
 def make_prediction(likelihood: str = "gaussian") -> Any:
     """A prediction of N rows."""
-    arguments = without(case(likelihood), "y")
+    arguments = with_posterior(without(case(likelihood), "y"))
     return pyro_dak.predict(**arguments, num_samples=5, seed=0, progress=False)
 
 

@@ -3,7 +3,6 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pyro.distributions as dist
@@ -71,6 +70,8 @@ class Likelihood(nn.Module, ABC):
             of a row, as for classes.
         prior_scale: the standard deviation that f has in the prior at the start. With 1, classes
             could hardly be told apart with more than 95 % certainty.
+        missing: what marks targets that do not count, "nan" or for labels an integer; None if there
+            must not be any. `fit(..., missing=...)` sets it while it runs.
     """
 
     has_closed_form = False
@@ -79,6 +80,7 @@ class Likelihood(nn.Module, ABC):
     coupling = 1.0
     is_shift_invariant = False
     prior_scale = 1.0
+    missing: str | int | None = None
 
     def num_functions(self, num_outputs: int) -> int:
         """F, the functions that C outputs need."""
@@ -99,13 +101,13 @@ class Likelihood(nn.Module, ABC):
         """
         return {}
 
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> "Likelihood":
-        """A copy with fixed parameters that stand for draws `(S, ...)` of them in predictions."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what stands for draws of "
-            f"{', '.join(f'`{name}`' for name in parameters)} in predictions. Give it a method "
-            "`with_draws`, or predict by `Predictive` of Pyro."
-        )
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log p(y | f) of each row, `(..., N)`, for draws f `(..., N, F)`, with its gradient in f.
+
+        Here it is that of `distribution`. A formula of tensors alone, where a subclass has one, can
+        be compiled, while a distribution of Pyro cannot.
+        """
+        return self.distribution(f).log_prob(y)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
@@ -136,7 +138,7 @@ class Likelihood(nn.Module, ABC):
         f = _antithetic_draws(moments, num_samples)
         with torch.enable_grad():
             f = f.detach().requires_grad_()
-            (gradients,) = torch.autograd.grad(self.distribution(f).log_prob(y).sum(), f)
+            (gradients,) = torch.autograd.grad(self.log_prob(y, f).sum(), f)
         shift = f.detach() - moments.mean
         slope = (gradients * shift).sum(0) / shift.square().sum(0)
         return ExpectedDerivatives(gradients.mean(0), (-slope).clamp(min=0))
@@ -148,6 +150,9 @@ class Likelihood(nn.Module, ABC):
         Natural-gradient training takes it from `expected_squares` instead of an optimiser.
         """
         return None
+
+    def keep_noise_from_optimizers(self) -> None:
+        """Let `closed_noise` have no gradient, so that it is learned in closed form only."""
 
     def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """The sum over rows whose mean is the best noise variance, in the shape of the noise."""
@@ -164,7 +169,11 @@ class Likelihood(nn.Module, ABC):
 
         The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
         function, for likelihoods with one function per output that are smooth on the scale of q(f).
+        Where outputs depend on each other given f, or on several functions, it is by draws of f,
+        always the same ones.
         """
+        if not self._is_elementwise(moments.mean):
+            return _moments_by_draws(self.distribution(_fixed_draws(moments)))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
@@ -172,14 +181,24 @@ class Likelihood(nn.Module, ABC):
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above.
+        """log E_q p(y | f) of each row, `(..., N)`; by quadrature or by draws, as above.
 
-        This is the sum of the log densities of the outputs. Where functions covary and y has
-        several outputs, a subclass that knows the joint density gives it instead.
+        By quadrature this is the sum of the log densities of the outputs. Where functions covary
+        and y has several outputs, a subclass that knows the joint density gives it instead. By
+        draws it is the joint density.
         """
+        if not self._is_elementwise(moments.mean):
+            log_probs = self.distribution(_fixed_draws(moments)).log_prob(y)
+            return log_probs.logsumexp(0) - math.log(len(log_probs))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
+    def _is_elementwise(self, f: Tensor) -> bool:
+        """Whether y has a distribution for each function by itself, as far as shapes tell."""
+        p = self.distribution(f)
+        is_independent = isinstance(p, torch.distributions.Independent)
+        return is_independent and p.base_dist.batch_shape == f.shape
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
@@ -208,9 +227,13 @@ class Likelihood(nn.Module, ABC):
 
 
 class _Noise(nn.Module):
-    """A positive scale, kept as its logarithm: a parameter if it is learned, else a buffer."""
+    """A positive scale, kept as its logarithm: a parameter if it is learned, else a buffer.
+
+    With `is_closed` it is learned in closed form, although no optimiser gets a gradient of it.
+    """
 
     log_scale: Tensor
+    is_closed = False
 
     def __init__(self, log_scale: Tensor, learn: bool):
         super().__init__()
@@ -231,11 +254,11 @@ class _NoisyLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor | PriorLike = 0.1, learn: bool = True):
         super().__init__()
-        self.noise_prior: tuple[PriorLike, torch.Size] | None = None
+        self.noise_prior: PriorLike | None = None
         if is_prior(noise_scale):
             shape = scale_shape(noise_scale)
             check_positive_prior("noise_scale", noise_scale, shape)
-            self.noise_prior, noise_scale, learn = (noise_scale, shape), torch.ones(shape), False
+            self.noise_prior, noise_scale, learn = noise_scale, torch.ones(shape), False
         if isinstance(noise_scale, Tensor):
             (check_floating if noise_scale.is_complex() else check_tensor)(
                 "noise_scale", noise_scale
@@ -260,18 +283,17 @@ class _NoisyLikelihood(Likelihood):
         """Scale of the noise, a scalar or `(C,)`; 1 if it is a site."""
         return self.noise.log_scale.exp()
 
-    def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise if it has a prior."""
-        if self.noise_prior is None:
-            return {}
-        return {"noise_scale": sample_scale("noise_scale", *self.noise_prior, self.noise_scale)}
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the parameters that are sites."""
+        return {} if self.noise_prior is None else {"noise_scale": self.noise_prior}
 
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """A copy whose noise has the mean variance of the draws, as predictions have."""
-        draws = parameters["noise_scale"]
-        assert self.noise_prior is not None
-        mean = draws.reshape(-1, *self.noise_prior[1]).square().mean(0)
-        return self.with_noise(0.5 * mean.log())
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the parameters that have priors."""
+        return {
+            name: sample_scale(name, prior, self.noise_scale)
+            for name, prior in self.parameter_priors.items()
+        }
 
 
 class GaussianLikelihood(_NoisyLikelihood):
@@ -307,8 +329,18 @@ class GaussianLikelihood(_NoisyLikelihood):
     def closed_noise(self) -> nn.Parameter | None:
         """The logarithm of the noise scale, if it is learned."""
         log_scale = self.noise.log_scale
-        is_learned = isinstance(log_scale, nn.Parameter) and log_scale.requires_grad
+        is_learned = log_scale.requires_grad or self.noise.is_closed
+        is_learned = isinstance(log_scale, nn.Parameter) and is_learned
         return cast(nn.Parameter, log_scale) if is_learned else None
+
+    def keep_noise_from_optimizers(self) -> None:
+        """Let `closed_noise` have no gradient, so that it is learned in closed form only.
+
+        Optimisers then leave it alone, and so does their weight decay.
+        """
+        if self.closed_noise is not None:
+            self.closed_noise.requires_grad_(False)
+            self.noise.is_closed = True
 
     def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """The sum of E_q (y - f)^2 = (y - m)^2 + v; a mean over outputs if they share their noise.
@@ -435,26 +467,24 @@ class StudentTLikelihood(_NoisyLikelihood):
         # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
         self.coupling = (self.df + 3) / (self.df + 1)
 
-    def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise and the degrees of freedom, those that have priors."""
-        parameters = super().sample_parameters()
-        if self.df_prior is not None:
-            parameters["df"] = sample_scale("df", self.df_prior, torch.Size(), self.noise_scale)
-        return parameters
-
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """As for other noise; the mean of the draws stands for the degrees of freedom."""
-        has_noise = "noise_scale" in parameters
-        other: Any = super().with_draws(parameters) if has_noise else copy.copy(self)
-        if "df" in parameters:
-            other.df = float(parameters["df"].mean())
-        return other
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the scale of the noise and of the degrees of freedom, if they have any."""
+        own = {} if self.df_prior is None else {"df": self.df_prior}
+        return super().parameter_priors | own
 
     def distribution(
         self, f: Tensor, noise_scale: Tensor | None = None, df: Tensor | None = None
     ) -> dist.Distribution:
         scale = self.noise_scale if noise_scale is None else noise_scale
         return dist.StudentT(self.df if df is None else df, f, scale).to_event(1)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log of c / s (1 + r^2 / df)^(-(df + 1) / 2), r = (y - f) / s, summed over outputs."""
+        half, log_scale = (self.df + 1) / 2, self.noise.log_scale
+        constant = math.lgamma(half) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
+        squares = ((y - f) * (-log_scale).exp()).square() / self.df
+        return (constant - log_scale - half * squares.log1p()).sum(-1)
 
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
@@ -485,13 +515,21 @@ class CategoricalLikelihood(Likelihood):
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Categorical(logits=f)
 
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """The log softmax of f at the label."""
+        labels = y.expand(f.shape[:-1]).unsqueeze(-1)
+        return f.log_softmax(-1).gather(-1, labels).squeeze(-1)
+
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
     ) -> ExpectedDerivatives:
         """1{y = c} - E p_c and E p_c (1 - p_c), p = softmax(f), from antithetic draws of f.
 
-        The draws are fresh at each call, so that averages over calls have no bias.
+        The draws are fresh at each call, so that averages over calls have no bias. With more than
+        100 classes there are fewer of them, at least two: a row draws all of its classes, and
+        precisions that classes share average over these as well.
         """
+        num_samples = max(2, min(num_samples, num_samples * 100 // moments.mean.shape[-1]))
         p = _antithetic_draws(moments, num_samples).softmax(-1)
         gradient = nn.functional.one_hot(y, p.shape[-1]) - p.mean(0)
         curvature = (p * (1 - p)).mean(0)
@@ -543,6 +581,10 @@ class BernoulliLikelihood(Likelihood):
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Bernoulli(logits=f).to_event(1)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """y f - log(1 + exp f), summed over outputs."""
+        return (y * f - nn.functional.softplus(f)).sum(-1)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """y m less the bound of E log(1 + exp f), the normalizer of the softmax over (0, f)."""
@@ -621,6 +663,24 @@ class PoissonLikelihood(Likelihood):
         _check_range(y, 0, math.inf, "Counts are not negative.")
         if not bool((y == y.round()).all()):
             raise ValueError("`y` must hold whole numbers: they are counts.")
+
+
+def _fixed_draws(moments: FunctionMoments, num_samples: int = 1000) -> Tensor:
+    """Draws of f, `(S, ..., N, F)`, the same at every call and for every row."""
+    generator = torch.Generator(moments.mean.device).manual_seed(0)
+    return sample_marginals(moments, num_samples, generator)
+
+
+def _moments_by_draws(y: dist.Distribution) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of y, its epistemic and its aleatoric variance, `(..., N, C)`, over a batch of draws."""
+    means, variances = y.mean, y.variance
+    if isinstance(y, torch.distributions.Categorical):  # has none of its own
+        values = torch.arange(y.probs.shape[-1]).to(y.probs)
+        means = (y.probs * values).sum(-1)
+        variances = (y.probs * (values - means.unsqueeze(-1)).square()).sum(-1)
+    if not y.event_shape:
+        means, variances = means.unsqueeze(-1), variances.unsqueeze(-1)
+    return means.mean(0), means.var(0), variances.mean(0)
 
 
 def _antithetic_draws(moments: FunctionMoments, num_samples: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The one seam to the fast path: q(f) as a function of x, for weights that stay as they are."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation, dense_is_faster
-from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments, moments_of_draws
 from pyro_dak.additive.layer import AdditiveLayer
 from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.fast.serving import FixedMoments, affine_units, are_plain
+from pyro_dak.inference.densities import draw_functions
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
+from pyro_dak.model.rows import Inputs, call
 
 __all__ = ["freeze", "freeze_with_features"]
 
@@ -35,7 +36,7 @@ def freeze(
     *,
     num_rows: int = 1,
     compile: bool = False,
-) -> Callable[[Tensor], FunctionMoments]:
+) -> Callable[[Inputs], FunctionMoments]:
     """q(f) as a function of inputs x `(N, ...)`, in eval mode and without gradients.
 
     In its plain form this is `guide.moments(model.layer, model.unit_inputs(x))`. For the exact
@@ -44,9 +45,10 @@ def freeze(
 
     Args:
         model: the model, in eval mode.
-        guide: a guide with a closed form, or any guide together with `sites`.
-        sites: draws of all sites, for a guide without a closed form. Mean and covariance of f are
-            then those over the draws.
+        guide: a guide with a closed form; it is not looked at if there are `sites`.
+        sites: draws of all sites, `(S, *event)` or `(S, 1, *event)`, for a posterior without a
+            closed form (see `pyro_dak.inference.draws`). Mean and covariance of f are then those
+            over the draws.
         residual_variance: whether to add the prior variance that the grid loses.
         num_rows: how many inputs there will be; preparations that pay only for many depend on it.
         compile: whether to compile network and last layer, once for each model.
@@ -73,14 +75,15 @@ def freeze_with_features(
     num_rows: int = 1,
     compile: bool = False,
     with_features: bool = True,
-) -> Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]:
+) -> Callable[[Inputs], tuple[FunctionMoments, Tensor | None]]:
     """q(f), and with `with_features` what `model.features` returns, from one pass.
 
     The other arguments are those of `freeze`. The network runs once for each row, unless the class
     of the model is not `DAK` itself, whose unit inputs may come from anywhere.
     """
     check_model(model)
-    check_guide(model, guide)
+    if sites is None:
+        check_guide(model, guide)
     mixed = is_mixed(model.layer.log_unit_scale)
     # Without rows, no layer of the network is folded into the map to the units.
     network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
@@ -103,13 +106,13 @@ def freeze_with_features(
 
 @torch.no_grad()
 def _moments_at(
-    x: Tensor,
-    network: Callable[[Tensor], Tensor],
+    x: Inputs,
+    network: Callable[[Inputs], Tensor],
     units: Callable[[Tensor], Tensor] | None,
     moments: Callable[[Tensor], FunctionMoments],
     residual: Callable[[Tensor], Tensor] | None,
     with_features: bool,
-    features_fn: Callable[[Tensor], Tensor] | None,
+    features_fn: Callable[[Inputs], Tensor] | None,
     embed_fn: Callable[[Tensor], Tensor] | None,
 ) -> tuple[FunctionMoments, Tensor | None]:
     """q(f), and the features if they are asked for: those that `units` or `embed_fn` starts from.
@@ -132,7 +135,7 @@ def _moments_at(
 
 def _frozen_units(
     model: DAK, num_rows: int
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:
+) -> tuple[Callable[[Inputs], Tensor], Callable[[Tensor], Tensor] | None]:
     """`model.unit_inputs` in two steps: the network, and the affine map from there to the units.
 
     The map is embedding and scaling, and a linear layer at the end of the network too, where this
@@ -141,7 +144,8 @@ def _frozen_units(
     embedding, scaling = model.embedding, model.scaling
     parts: list[tuple[nn.Module, type]] = [(model, DAK), (scaling, type(scaling))]
     parts += [] if embedding is None else [(embedding, nn.Linear)]
-    is_other = model.num_input_units > 0 or (embedding is not None and embedding.bias is not None)
+    is_other = model.num_input_units > 0 or model.features_fn is not None
+    is_other = is_other or (embedding is not None and embedding.bias is not None)
     if is_other or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
         return model.unit_inputs, None
     gain, shift = scaling.affine(scaling.first, scaling.second)
@@ -149,12 +153,13 @@ def _frozen_units(
     layers, weight, shift = affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
     width = model.feature_dim if embedding is None else weight.shape[1]
     apply_map = torch.addcmul if embedding is None else torch.addmm
+    first, *others = layers or [nn.Identity()]
 
-    def network(x: Tensor) -> Tensor:
-        b = x
-        for layer in layers:
+    def network(x: Inputs) -> Tensor:
+        b = call(first, x)
+        for layer in others:
             b = layer(b)
-        if b.dim() != 2 or b.shape[1] != width:
+        if not isinstance(b, Tensor) or b.dim() != 2 or b.shape[1] != width:
             model.unit_inputs(x)  # raises, and says what is wrong with the features
         return b
 
@@ -173,6 +178,8 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
     is_known = (
         are_plain(*kinds)
         and activation.has_local_route
+        and activation.kernel.is_fixed_number
+        and activation.route != "dense"
         and not layer.linear_term
         and not dense_is_faster(activation.num_inducing, layer.num_functions)
     )
@@ -192,7 +199,4 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
 
 
 def _moments_of_draws(model: DAK, sites: dict[str, Tensor], h: Tensor) -> FunctionMoments:
-    f = model.functions(h, sites)  # (S, N, F)
-    mean = f.mean(0)
-    root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
-    return FunctionMoments(mean, root.square().sum(0), root)
+    return moments_of_draws(draw_functions(model, h, sites))
