@@ -34,6 +34,7 @@ from pyro_dak.model.priors import (
     GammaScalePrior,
     HorseshoePrior,
     LaplacePrior,
+    LogNormalPrior,
     NormalPrior,
     StudentTPrior,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "LaplaceKernel",
     "LaplacePrior",
     "LocalReparamELBO",
+    "LogNormalPrior",
     "LowRankGuide",
     "MaternKernel",
     "MeanFieldGuide",

@@ -10,7 +10,7 @@ from pyro.nn import PyroModule, pyro_method
 from pyro.poutine import runtime
 from torch import Tensor, nn
 
-from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.activation import KernelActivation, Route
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
@@ -38,7 +38,7 @@ __all__ = ["AdditiveGP", "DrawnFunction", "plate_of_rows"]
 # Input units are for few inputs: each is a process more, and far from the data each adds variance.
 _MAX_INPUT_UNITS = 64
 # Numbers of event dimensions of the sites that f is a function of.
-_EVENT_DIMS = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1, "unit_scale": 1}
+_EVENT_DIMS = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1, "unit_scale": 1, "lengthscale": 1}
 # The plates of vectorised particles and of parallel draws, which may be the only ones.
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
@@ -59,8 +59,9 @@ class AdditiveGP(PyroModule):
 
     Sites, all with `name` and a dot in front: `z` with event `(F, P, M)`, `mu` `(F,)`, with a
     linear term `linear` `(F, P)`, with a prior over the scales of the units `shrinkage` `(P,)` or
-    `unit_scale` `(P,)`. Weights belong to all rows, so they are sampled outside of plates over
-    rows; `sample` draws them once, for use at several x and inside of plates.
+    `unit_scale` `(P,)`, with a prior in the kernel `lengthscale` `(P,)`. Weights belong to all
+    rows, so they are sampled outside of plates over rows; `sample` draws them once, for use at
+    several x and inside of plates.
 
     With input units, the D columns of x are further units after those of the network, scaled like
     them. Sites, scales and the attribute `num_units` then count all P + D units. A network may take
@@ -74,7 +75,8 @@ class AdditiveGP(PyroModule):
         num_functions: F.
         level: L of the grid; M = 2^L - 1.
         bounds: bounds of the grid.
-        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`. Its lengthscale is a
+            number, one for each unit, learned (`LaplaceKernel(1.0, learn=True)`), or has a prior.
         scaling: "standardize", "minmax" or "none".
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
         prior: priors of some sites by name, without the name of the module (see
@@ -86,6 +88,8 @@ class AdditiveGP(PyroModule):
         prior_scale: standard deviation of f in the prior at the start, before the scales of the
             units are learned.
         name: stands in front of the names of the sites, so that a program can have several.
+        route: how sums over kernel features are computed: "local", through the two nodes around an
+            input; "dense", which has derivatives of any order; or "auto" for the faster one.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class AdditiveGP(PyroModule):
         input_units: bool | int = False,
         prior_scale: float = 1.0,
         name: str = "gp",
+        route: Route = "auto",
     ):
         # A context made under this setting can run with local and with global parameters.
         with local_parameters():
@@ -126,11 +131,20 @@ class AdditiveGP(PyroModule):
         num_units += self.num_input_units
         self.feature_dim, self.num_units = feature_dim, num_units
         self.scaling = build_scaling(scaling, num_units, bounds)
-        activation = KernelActivation(DyadicGrid(level, bounds), kernel)
+        grid = DyadicGrid(level, bounds)
+        activation = KernelActivation(grid, kernel, num_units=num_units, route=route)
         self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term, prior_scale)
         self._set_priors(prior or {})
 
     def _set_priors(self, prior: Mapping[str, PriorLike]) -> None:
+        if "lengthscale" in prior:
+            raise ValueError(
+                "`prior` must not have the lengthscale, which belongs to the kernel: give it the "
+                "prior, as in kernel=LaplaceKernel(pyro.distributions.LogNormal(0.0, 1.0))."
+            )
+        kernel = self.layer.activation.kernel
+        if kernel.has_prior:
+            prior = {**prior, "lengthscale": kernel.lengthscale}
         self.site_shapes = self._weight_shapes(prior)
         self.scale_shapes = self._scale_shapes(prior)
         self.prior = resolve_priors(prior, self.site_shapes, self.scale_shapes)
@@ -155,7 +169,8 @@ class AdditiveGP(PyroModule):
 
     def _scale_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         """Event shapes of the hyper-parameters that have priors, and so are sites."""
-        return {"unit_scale": torch.Size((self.num_units,))} if "unit_scale" in prior else {}
+        shape = torch.Size((self.num_units,))
+        return {name: shape for name in ("lengthscale", "unit_scale") if name in prior}
 
     @property
     def num_functions(self) -> int:
@@ -353,7 +368,8 @@ class AdditiveGP(PyroModule):
                 has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
                 values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
         weights = Weights(values["z"], values["mu"], values.get("linear"))
-        return self.layer(h, weights, values.get("shrinkage"), values.get("unit_scale"))
+        scales = (values.get(name) for name in ("shrinkage", "unit_scale", "lengthscale"))
+        return self.layer(h, weights, *scales)
 
 
 class DrawnFunction:

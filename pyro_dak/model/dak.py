@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_dak.additive.activation import Route
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.model.additive_gp import AdditiveGP, DrawnFunction, plate_of_rows
 from pyro_dak.model.explaining import explaining
@@ -44,7 +45,7 @@ class DAK(AdditiveGP):
         num_outputs: C, outputs or classes.
         level: L of the grid; M = 2^L - 1.
         bounds: bounds of the grid.
-        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)` (see `AdditiveGP`).
         likelihood: observation model; the default is `GaussianLikelihood()`.
         scaling: "standardize", "minmax" or "none".
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
@@ -54,6 +55,8 @@ class DAK(AdditiveGP):
             D from the linear layer that the network starts with; else give D itself, at most 64.
         prior_scale: standard deviation of f in the prior at the start, before the scales of the
             units are learned; by default 3 for classes and 1 for the rest.
+        route: "auto", "local" or "dense"; with "dense" everything has second derivatives (see
+            `AdditiveGP`).
 
     Attributes:
         calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
@@ -80,6 +83,7 @@ class DAK(AdditiveGP):
         linear_term: bool = False,
         input_units: bool | int = False,
         prior_scale: float | None = None,
+        route: Route = "auto",
     ):
         check_integer("num_outputs", num_outputs, minimum=1)
         if likelihood is None:
@@ -100,6 +104,7 @@ class DAK(AdditiveGP):
             input_units,
             likelihood.prior_scale if prior_scale is None else prior_scale,
             name="",
+            route=route,
         )
         self.num_outputs = num_outputs
         self.likelihood = likelihood

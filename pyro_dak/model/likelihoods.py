@@ -3,7 +3,6 @@
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pyro.distributions as dist
@@ -99,14 +98,6 @@ class Likelihood(nn.Module, ABC):
         """
         return {}
 
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> "Likelihood":
-        """A copy with fixed parameters that stand for draws `(S, ...)` of them in predictions."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what stands for draws of "
-            f"{', '.join(f'`{name}`' for name in parameters)} in predictions. Give it a method "
-            "`with_draws`, or predict by `Predictive` of Pyro."
-        )
-
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
         raise NotImplementedError(
@@ -164,7 +155,11 @@ class Likelihood(nn.Module, ABC):
 
         The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
         function, for likelihoods with one function per output that are smooth on the scale of q(f).
+        Where outputs depend on each other given f, or on several functions, it is by draws of f,
+        always the same ones.
         """
+        if not self._is_elementwise(moments.mean):
+            return _moments_by_draws(self.distribution(_fixed_draws(moments)))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
@@ -172,14 +167,24 @@ class Likelihood(nn.Module, ABC):
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above.
+        """log E_q p(y | f) of each row, `(..., N)`; by quadrature or by draws, as above.
 
-        This is the sum of the log densities of the outputs. Where functions covary and y has
-        several outputs, a subclass that knows the joint density gives it instead.
+        By quadrature this is the sum of the log densities of the outputs. Where functions covary
+        and y has several outputs, a subclass that knows the joint density gives it instead. By
+        draws it is the joint density.
         """
+        if not self._is_elementwise(moments.mean):
+            log_probs = self.distribution(_fixed_draws(moments)).log_prob(y)
+            return log_probs.logsumexp(0) - math.log(len(log_probs))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
+    def _is_elementwise(self, f: Tensor) -> bool:
+        """Whether y has a distribution for each function by itself, as far as shapes tell."""
+        p = self.distribution(f)
+        is_independent = isinstance(p, torch.distributions.Independent)
+        return is_independent and p.base_dist.batch_shape == f.shape
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
@@ -231,11 +236,11 @@ class _NoisyLikelihood(Likelihood):
 
     def __init__(self, noise_scale: float | Tensor | PriorLike = 0.1, learn: bool = True):
         super().__init__()
-        self.noise_prior: tuple[PriorLike, torch.Size] | None = None
+        self.noise_prior: PriorLike | None = None
         if is_prior(noise_scale):
             shape = scale_shape(noise_scale)
             check_positive_prior("noise_scale", noise_scale, shape)
-            self.noise_prior, noise_scale, learn = (noise_scale, shape), torch.ones(shape), False
+            self.noise_prior, noise_scale, learn = noise_scale, torch.ones(shape), False
         if isinstance(noise_scale, Tensor):
             (check_floating if noise_scale.is_complex() else check_tensor)(
                 "noise_scale", noise_scale
@@ -260,18 +265,17 @@ class _NoisyLikelihood(Likelihood):
         """Scale of the noise, a scalar or `(C,)`; 1 if it is a site."""
         return self.noise.log_scale.exp()
 
-    def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise if it has a prior."""
-        if self.noise_prior is None:
-            return {}
-        return {"noise_scale": sample_scale("noise_scale", *self.noise_prior, self.noise_scale)}
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the parameters that are sites."""
+        return {} if self.noise_prior is None else {"noise_scale": self.noise_prior}
 
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """A copy whose noise has the mean variance of the draws, as predictions have."""
-        draws = parameters["noise_scale"]
-        assert self.noise_prior is not None
-        mean = draws.reshape(-1, *self.noise_prior[1]).square().mean(0)
-        return self.with_noise(0.5 * mean.log())
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the parameters that have priors."""
+        return {
+            name: sample_scale(name, prior, self.noise_scale)
+            for name, prior in self.parameter_priors.items()
+        }
 
 
 class GaussianLikelihood(_NoisyLikelihood):
@@ -435,20 +439,11 @@ class StudentTLikelihood(_NoisyLikelihood):
         # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
         self.coupling = (self.df + 3) / (self.df + 1)
 
-    def sample_parameters(self) -> dict[str, Tensor]:
-        """Sample the scale of the noise and the degrees of freedom, those that have priors."""
-        parameters = super().sample_parameters()
-        if self.df_prior is not None:
-            parameters["df"] = sample_scale("df", self.df_prior, torch.Size(), self.noise_scale)
-        return parameters
-
-    def with_draws(self, parameters: Mapping[str, Tensor]) -> Likelihood:
-        """As for other noise; the mean of the draws stands for the degrees of freedom."""
-        has_noise = "noise_scale" in parameters
-        other: Any = super().with_draws(parameters) if has_noise else copy.copy(self)
-        if "df" in parameters:
-            other.df = float(parameters["df"].mean())
-        return other
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the scale of the noise and of the degrees of freedom, if they have any."""
+        own = {} if self.df_prior is None else {"df": self.df_prior}
+        return super().parameter_priors | own
 
     def distribution(
         self, f: Tensor, noise_scale: Tensor | None = None, df: Tensor | None = None
@@ -490,8 +485,11 @@ class CategoricalLikelihood(Likelihood):
     ) -> ExpectedDerivatives:
         """1{y = c} - E p_c and E p_c (1 - p_c), p = softmax(f), from antithetic draws of f.
 
-        The draws are fresh at each call, so that averages over calls have no bias.
+        The draws are fresh at each call, so that averages over calls have no bias. With more than
+        100 classes there are fewer of them, at least two: a row draws all of its classes, and
+        precisions that classes share average over these as well.
         """
+        num_samples = max(2, min(num_samples, num_samples * 100 // moments.mean.shape[-1]))
         p = _antithetic_draws(moments, num_samples).softmax(-1)
         gradient = nn.functional.one_hot(y, p.shape[-1]) - p.mean(0)
         curvature = (p * (1 - p)).mean(0)
@@ -621,6 +619,24 @@ class PoissonLikelihood(Likelihood):
         _check_range(y, 0, math.inf, "Counts are not negative.")
         if not bool((y == y.round()).all()):
             raise ValueError("`y` must hold whole numbers: they are counts.")
+
+
+def _fixed_draws(moments: FunctionMoments, num_samples: int = 1000) -> Tensor:
+    """Draws of f, `(S, ..., N, F)`, the same at every call and for every row."""
+    generator = torch.Generator(moments.mean.device).manual_seed(0)
+    return sample_marginals(moments, num_samples, generator)
+
+
+def _moments_by_draws(y: dist.Distribution) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of y, its epistemic and its aleatoric variance, `(..., N, C)`, over a batch of draws."""
+    means, variances = y.mean, y.variance
+    if isinstance(y, torch.distributions.Categorical):  # has none of its own
+        values = torch.arange(y.probs.shape[-1]).to(y.probs)
+        means = (y.probs * values).sum(-1)
+        variances = (y.probs * (values - means.unsqueeze(-1)).square()).sum(-1)
+    if not y.event_shape:
+        means, variances = means.unsqueeze(-1), variances.unsqueeze(-1)
+    return means.mean(0), means.var(0), variances.mean(0)
 
 
 def _antithetic_draws(moments: FunctionMoments, num_samples: int) -> Tensor:

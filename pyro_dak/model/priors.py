@@ -23,6 +23,7 @@ __all__ = [
     "GammaScalePrior",
     "HorseshoePrior",
     "LaplacePrior",
+    "LogNormalPrior",
     "NormalPrior",
     "Prior",
     "PriorLike",
@@ -60,8 +61,15 @@ class _CheckedPrior(Prior):
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.dim() > 0:
+                raise TypeError(
+                    f"`{field.name}` of {type(self).__name__} is one number for all elements of a "
+                    f"site; got shape {tuple(value.shape)}. For one number each, give a "
+                    "distribution, such as pyro.distributions.Normal(0.0, scales)."
+                )
             check_fn = check_real if field.name == "loc" else check_positive
-            check_fn(field.name, getattr(self, field.name))
+            check_fn(field.name, value)
 
 
 PriorLike: TypeAlias = (
@@ -128,6 +136,17 @@ class GammaScalePrior(_CheckedPrior):
         return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
 
 
+@dataclass(frozen=True)
+class LogNormalPrior(_CheckedPrior):
+    """exp of N(loc, scale^2), for positive hyper-parameters: scales, noise, lengthscales."""
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def element(self, like: Tensor) -> dist.Distribution:
+        return dist.LogNormal(like.new_tensor(self.loc), like.new_tensor(self.scale))
+
+
 def resolve_priors(
     prior: Mapping[str, PriorLike] | None,
     shapes: Mapping[str, torch.Size],
@@ -145,17 +164,17 @@ def resolve_priors(
     """
     given, scale_shapes = dict(prior or {}), scale_shapes or {}
     for name in given:
-        check_choice("prior", name, [*shapes, "shrinkage", "unit_scale"])
+        check_choice("prior", name, [*shapes, "shrinkage", "unit_scale", "lengthscale"])
     if isinstance(given.get("shrinkage"), HorseshoePrior):
         given["global_shrinkage"] = given["shrinkage"]
     resolved = {name: given.get(name, NormalPrior()) for name in shapes}
     for name, value in resolved.items():
-        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior)
+        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior | LogNormalPrior)
         is_misplaced = is_for_scales != (name in ("shrinkage", "global_shrinkage"))
         if is_misplaced and isinstance(value, Prior):
             raise ValueError(
-                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
-                'GammaScalePrior are for "shrinkage", the others for the weights.'
+                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior, "
+                'GammaScalePrior and LogNormalPrior are for "shrinkage", the others for weights.'
             )
         site_prior(name, value, shapes[name], torch.zeros((), device="cpu"))
     scales = {name: given[name] for name in scale_shapes}
@@ -168,7 +187,7 @@ def check_positive_prior(label: str, value: PriorLike, shape: torch.Size) -> Non
     """Raise unless a prior is one of positive numbers, for a site with this event shape."""
     with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
         prior = site_prior(label, value, shape, torch.zeros((), device="cpu"))
-    minus_one = torch.full(shape, -1.0, dtype=torch.get_default_dtype())
+    minus_one = torch.full(shape, -1.0, device="cpu")
     if bool(prior.support.check(minus_one).any()):
         raise ValueError(
             f"`{label}` must be a prior of positive numbers, such as "
@@ -189,8 +208,9 @@ def scale_shape(value: PriorLike) -> torch.Size:
     return torch.Size()
 
 
-def sample_scale(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> Tensor:
+def sample_scale(name: str, value: PriorLike, like: Tensor) -> Tensor:
     """Sample a parameter of a likelihood; a number gets a dimension for the outputs, `(..., 1)`."""
+    shape = scale_shape(value)
     sampled = pyro.sample(name, site_prior(name, value, shape, like, is_batched=True))
     return sampled if shape else sampled.unsqueeze(-1)
 

@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +36,9 @@ def _classes(module: ModuleType, names: str) -> dict[str, Any]:
 
 
 _KERNELS = _classes(kernels, "LaplaceKernel MaternKernel RBFKernel")
-_PRIORS = _classes(priors, "GammaScalePrior HorseshoePrior LaplacePrior NormalPrior StudentTPrior")
+_PRIORS = _classes(
+    priors, "GammaScalePrior HorseshoePrior LaplacePrior LogNormalPrior NormalPrior StudentTPrior"
+)
 _LIKELIHOODS = _classes(
     likelihoods,
     "BernoulliLikelihood CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood "
@@ -163,14 +165,17 @@ def check_sizes(
     """
     meta, arguments = torch.device("meta"), _model_arguments(description["model"])
     kernel, (low, high) = arguments["kernel"], arguments["bounds"]
-    # No shape depends on the kernel. This one has no constants yet, and finds no grid too coarse.
-    arguments["kernel"] = kernels.LaplaceKernel(high - low)
+    # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one
+    # has no constants yet, and finds no grid too coarse.
+    lengthscale = kernel.lengthscale if kernel.has_prior else high - low
+    arguments["kernel"] = kernels.LaplaceKernel(lengthscale, learn=kernel.learn)
     with meta:
         network = _network(description["model"], feature_extractor)
         model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
         model.novelty = _novelty(description, model)
     M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
-    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M)
+    num_factors = 1 if kernel.is_fixed_number else model.num_units
+    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M * num_factors)
     if feature_extractor is not None:
         needed += 16 * math.prod(_input_shape(description) or ())
     if has_own_guide:
@@ -261,6 +266,7 @@ def _describe_model(model: DAK) -> Description:
     """Everything that made a model, as data; the extractor is None if it cannot be described."""
     activation, scaling = model.layer.activation, model.scaling
     _named("scaling", scaling, {cls.__name__: cls for cls in SCALINGS.values()})
+    route = {} if activation.route == "auto" else {"route": activation.route}
     return {
         "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
@@ -268,7 +274,7 @@ def _describe_model(model: DAK) -> Description:
         "num_outputs": model.num_outputs,
         "level": activation.grid.level,
         "bounds": list(activation.grid.bounds),
-        "kernel": _named("kernel", activation.kernel, _KERNELS) | asdict(activation.kernel),
+        "kernel": _describe_kernel(activation.kernel),
         "likelihood": _describe_likelihood(model.likelihood),
         "scaling": next(name for name, cls in SCALINGS.items() if cls is type(scaling)),
         "scaling_options": {
@@ -276,13 +282,30 @@ def _describe_model(model: DAK) -> Description:
         },
         "embedding": model.embedding is not None,
         "prior": {
-            name: _named(f"prior of {name}", prior, _PRIORS) | asdict(prior)
+            name: _describe_prior(name, prior)
             for name, prior in model.prior.items()
-            if name != "global_shrinkage"
+            if name not in ("global_shrinkage", "lengthscale")
         },
         "linear_term": model.layer.linear_term,
         "input_units": model.num_input_units,
+        **route,
     }
+
+
+def _describe_kernel(kernel: kernels.Kernel) -> Description:
+    """The kernel as data. That it learns its lengthscale, from the value here, is said if it does.
+
+    So the description of a kernel with a number is what it was in earlier versions.
+    """
+    description = _named("kernel", kernel, _KERNELS)
+    description |= {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+    if not kernel.learn:
+        del description["learn"]
+    if kernel.has_prior:
+        description["lengthscale"] = _describe_prior("lengthscale", kernel.lengthscale)
+    elif isinstance(kernel.lengthscale, tuple):
+        description["lengthscale"] = list(kernel.lengthscale)
+    return description
 
 
 def _build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
@@ -316,10 +339,16 @@ def _model_arguments(description: Description) -> dict[str, Any]:
     for name in ("feature_extractor", "scaling_options"):
         del arguments[name]
     arguments["bounds"] = tuple(arguments["bounds"])
-    arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
+    kernel = dict(arguments["kernel"])
+    if isinstance(kernel.get("lengthscale"), dict):
+        kernel["lengthscale"] = _build("prior", kernel["lengthscale"], _PRIORS)
+    arguments["kernel"] = _build("kernel", kernel, _KERNELS)
     likelihood = dict(arguments["likelihood"])
     if isinstance(likelihood.get("noise_scale"), list):
         likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
+    for name, value in likelihood.items():
+        if isinstance(value, dict):
+            likelihood[name] = _build(f"prior of {name}", value, _PRIORS)
     arguments["likelihood"] = _build("likelihood", likelihood, _LIKELIHOODS)
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
     return arguments
@@ -328,7 +357,8 @@ def _model_arguments(description: Description) -> dict[str, Any]:
 def _describe_guide(guide: nn.Module) -> Description:
     """The class of a guide and what made it; the name is None for an unknown class."""
     name = type(guide).__name__
-    if _GUIDES.get(name) is not type(guide):
+    is_partial = isinstance(guide, guides.GaussianGuide) and not guide.has_all_sites
+    if _GUIDES.get(name) is not type(guide) or is_partial:
         return {"name": None, "class": name}
     options = {key: getattr(guide, key, None) for key in _GUIDE_OPTIONS}
     return {"name": name} | {key: value for key, value in options.items() if value is not None}
@@ -380,8 +410,11 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
         then = [then] * len(now)
     if isinstance(then, dict) and isinstance(now, dict):
         is_learned = then.get("learn") is True and now.get("learn") is True
-        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
+        starts = {"lengthscale", "noise_scale"} if is_learned else set()
+        for key in sorted((then.keys() & now.keys()) - starts):
             yield from differences(then[key], now[key], f"{name}.{key}" if name else key)
+        if "lengthscale" in then and bool(then.get("learn")) != bool(now.get("learn")):
+            yield f"{name}.learn: {bool(then.get('learn'))} then, {bool(now.get('learn'))} now"
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for i, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{name}[{i}]")
@@ -409,7 +442,13 @@ def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
         description["learn"] = isinstance(noise.log_scale, nn.Parameter)
     if isinstance(likelihood, likelihoods.StudentTLikelihood):
         description["df"] = likelihood.df
+    for name, prior in getattr(likelihood, "parameter_priors", {}).items():
+        description[name] = _describe_prior(name, prior)
     return description
+
+
+def _describe_prior(name: str, prior: Any) -> Description:
+    return _named(f"prior of {name}", prior, _PRIORS) | asdict(prior)
 
 
 def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:

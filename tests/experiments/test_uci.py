@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import models
 from experiments import paper, uci
 from experiments.datasets import load_regression
 from experiments.runs import Job, read_runs
@@ -77,6 +78,16 @@ def test_targets_of_the_test_rows_change_nothing_in_training(preset, monkeypatch
     assert torch.equal(fitted[0][1], fitted[1][1])
 
 
+def test_a_residual_backbone_can_be_chosen(monkeypatch):
+    built = []
+    monkeypatch.setattr(uci.models, "build", lambda *_, **options: built.append(options) or 1 / 0)
+    for backbone in ("mlp", "residual_mlp"):
+        with pytest.raises(ZeroDivisionError):
+            uci.run(uci.make_job("diabetes", "nn_bn", "best", 0, 5, backbone=backbone), print)
+    assert "backbone" not in built[0]  # runs of the paper's backbone are recorded without it
+    assert built[1]["backbone"] == "residual_mlp"
+
+
 def test_folds_cover_every_row_once():
     parts = uci.folds(103, 5)
     assert torch.cat(parts).sort().values.equal(torch.arange(103))
@@ -137,3 +148,12 @@ def test_standardising_uses_the_training_rows():
     kept = torch.ones(len(x), dtype=torch.bool)
     kept[test_rows] = False
     assert scale == pytest.approx(y[kept].std().item())
+
+
+def test_learned_lengthscales_differ_from_the_best_settings_in_that_alone():
+    jobs = {name: uci.make_job("wine", "dak_cf", name, 0, 5) for name in ("best", "lengthscale")}
+    best, learned = (jobs[name].settings for name in ("best", "lengthscale"))
+    assert learned["options"] == best["options"] | {"learn_lengthscale": True}
+    assert learned["recipe"] == best["recipe"]
+    model = models.build("dak_cf", 3, feature_dim=4, **learned["options"])
+    assert model.model.layer.activation.log_lengthscale.shape == (16,)
