@@ -3,7 +3,7 @@
     python -m experiments.estimators
     python -m experiments.estimators --quick
 
-`DAKRegressor()` and `DAKRegressor(ensemble_size=5)` with their defaults; a network with a learned
+`DAKRegressor(ensemble_size=1)` and `DAKRegressor()`, which has five members; a network with a learned
 noise and five mean-variance networks (a deep ensemble) with the same widths, epochs, batches and
 schedule, trained on all training rows. `*_calibrated` are the same networks with the calibration on
 held-out rows that the estimators have. A run that is recorded already is not made again.

@@ -44,7 +44,7 @@ from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer, check_positive, check_probability
+from pyro_dak.validation import check_choice, check_integer, check_positive, check_probability
 
 __all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 
@@ -55,6 +55,8 @@ _NUM_FOLDS = 5
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
+# The number of bins of a column that is embedded.
+_NUM_BINS = 8
 # Inputs of these types are taken as they are; others become the first.
 _DTYPES = [np.float64, np.float32]
 
@@ -82,6 +84,7 @@ class Parameters:
     progress: bool = True
     input_units: bool = False
     categorical_features: Any = "from_dtype"
+    numeric_embedding: str | None = None
 
 
 class TableEstimator(Parameters, BaseEstimator):
@@ -142,6 +145,8 @@ class TableEstimator(Parameters, BaseEstimator):
         if self.validation_fraction is not None:
             check_probability("validation_fraction", self.validation_fraction)
         check_positive("learning_rate", self.learning_rate)
+        if self.numeric_embedding is not None:
+            check_choice("numeric_embedding", self.numeric_embedding, ("piecewise",))
         for name in ("heteroscedastic", "early_stopping", "warm_start", "refit", "input_units"):
             value = getattr(self, name)
             if value not in (True, False) and not (name == "refit" and value is None):
@@ -297,7 +302,8 @@ class TableEstimator(Parameters, BaseEstimator):
             X, y, weights = X[is_used], y[is_used], weights[is_used]
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
-            self.columns_ = _learn(X, self._categorical_names(X))
+            num_bins = 0 if self.numeric_embedding is None else _NUM_BINS
+            self.columns_ = _learn(X, self._categorical_names(X), num_bins)
         X = _encoded(X, self.columns_)
         if is_first:
             self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
@@ -512,10 +518,11 @@ def _names(number: int) -> list[str]:
     return [f"x{index}" for index in range(number)]
 
 
-def _learn(X: Any, categorical: list[str] | None) -> Columns:
+def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
     """What the columns of an array or of a data frame are."""
-    if isinstance(X, pd.DataFrame):
-        return learn_columns(X, categorical)
+    if isinstance(X, pd.DataFrame) or num_bins > 0:
+        names = None if isinstance(X, pd.DataFrame) else _names(X.shape[1])
+        return learn_columns(pd.DataFrame(X, columns=names, copy=False), categorical, num_bins)
     names, is_missing = _names(X.shape[1]), np.isnan(X)
     known = [column[~gaps] for column, gaps in zip(X.T, is_missing.T, strict=True)]
     medians = [float(np.median(column)) if len(column) else 0.0 for column in known]
@@ -525,7 +532,8 @@ def _learn(X: Any, categorical: list[str] | None) -> Columns:
 
 def _encoded(X: Any, columns: Columns | None) -> Array:
     """An array or a data frame as numbers, `(N, D)`; arrays without gaps are returned as such."""
-    if columns is None or (isinstance(X, np.ndarray) and not columns.with_missing):
+    is_plain = columns is not None and not columns.with_missing and not columns.bins
+    if columns is None or (isinstance(X, np.ndarray) and is_plain):
         is_missing = np.isnan(X)
         if columns is None or not is_missing.any():
             return X

@@ -67,6 +67,9 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             that hold text or are of pandas's type for categories; None for none; or a list of
             names, of numbers, or of booleans. A category that was not there in training counts as
             none of the known ones, with a warning.
+        numeric_embedding: "piecewise" to give the network eight further columns for each column of
+            numbers: how much of each of eight bins, between quantiles, lies below the number. Then
+            it can learn steps and bends of single columns more easily.
 
     Attributes:
         ensemble_: the members; `ensemble_.members()` gives them as `DAK` and `MeanFieldGuide`.

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from numbers import Number
 from typing import Any, Literal
 
@@ -73,6 +73,7 @@ class Columns:
         with_missing: those of them that had missing values. Each gets an indicator column.
         categories: for each column of categories, the values that it had.
         dates: for each column of dates, the cycles that the training rows span.
+        bins: for each column of numbers or dates that is embedded, the edges of its bins.
     """
 
     names: list[str] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Columns:
     with_missing: list[str] = field(default_factory=list)
     categories: dict[str, list[str]] = field(default_factory=dict)
     dates: dict[str, list[str]] = field(default_factory=dict)
+    bins: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def are_numbers(self) -> bool:
@@ -90,6 +92,8 @@ class Columns:
     def encoded_names(self) -> list[str]:
         """The names of the columns that `encode` gives, in their order."""
         names = [*self.medians, *(f"missingindicator_{name}" for name in self.with_missing)]
+        for name, edges in self.bins.items():
+            names += [f"{name}_bin{number}" for number in range(1, len(edges))]
         for name, cycles in self.dates.items():
             names += [f"{name}_{wave}_{cycle}" for cycle in cycles for wave in ("sin", "cos")]
         return names + [f"{name}_{value}" for name, own in self.categories.items() for value in own]
@@ -97,7 +101,7 @@ class Columns:
     def to_json(self) -> dict[str, Any]:
         """The columns as plain data: lists of pairs, so that JSON keeps their order."""
         content = asdict(self)
-        pairs = ("medians", "categories", "dates")
+        pairs = ("medians", "categories", "dates", "bins")
         return content | {name: list(content[name].items()) for name in pairs}
 
     @classmethod
@@ -105,7 +109,7 @@ class Columns:
         """The columns that `to_json` described, or a ValueError. Older files have no dates."""
         try:
             pairs = {name: dict(content[name]) for name in ("medians", "categories")}
-            pairs["dates"] = dict(content.get("dates", ()))
+            pairs |= {name: dict(content.get(name, ())) for name in ("dates", "bins")}
             names = content.get("names", [*pairs["medians"], *pairs["categories"]])
             columns = cls(names=list(names), with_missing=list(content["with_missing"]), **pairs)
             columns._check()
@@ -121,8 +125,10 @@ class Columns:
             raise TypeError("medians must be numbers")
         if sorted(self.names) != sorted([*self.medians, *self.categories]):
             raise TypeError("every column must hold either numbers or categories")
-        if not {*self.with_missing, *self.dates} <= self.medians.keys():
-            raise TypeError("columns of dates and with missing values must have medians")
+        if not {*self.with_missing, *self.dates, *self.bins} <= self.medians.keys():
+            raise TypeError("columns of dates, with missing values and with bins must have medians")
+        if not all(len(edges) > 1 and np.all(np.diff(edges) > 0) for edges in self.bins.values()):
+            raise TypeError("edges of bins must be two or more increasing numbers")
         if not set(chain(*self.dates.values())) <= _CYCLES.keys():
             raise TypeError(f"cycles must be among {list(_CYCLES)}")
 
@@ -195,17 +201,21 @@ def typed(
     return pd.DataFrame(columns)
 
 
-def learn_columns(table: pd.DataFrame, categorical: Collection[str] | None = None) -> Columns:
+def learn_columns(
+    table: pd.DataFrame, categorical: Collection[str] | None = None, num_bins: int = 0
+) -> Columns:
     """What the columns of a training table are, by their types.
 
     Categories are the columns named in `categorical`; by default those that hold text or are of
     pandas's type for categories. Dates are known by their types; texts are dates if all of them are
-    written as in ISO 8601. Booleans are numbers.
+    written as in ISO 8601. Booleans are numbers. With `num_bins`, numbers with more than two values
+    are embedded in so many bins, whose edges are quantiles, or in fewer if quantiles are equal.
     """
     repeated = table.columns[table.columns.duplicated()]
     if len(repeated):
         raise TableError(f"has several columns called {_list(repeated.unique())}.")
     medians, with_missing, categories, dates = {}, [], {}, {}
+    bins: dict[str, list[float]] = {}
     for name in table.columns:
         column = table[name]
         _check_kind(column, name)
@@ -220,16 +230,21 @@ def learn_columns(table: pd.DataFrame, categorical: Collection[str] | None = Non
             with_missing.append(name)
         if _is_date(column):
             dates[name] = _cycles(known)
-    return Columns([*table.columns], medians, with_missing, categories, dates)
+        if num_bins > 0 and len(known):
+            edges = np.unique(np.quantile(known, np.linspace(0, 1, num_bins + 1))).tolist()
+            bins |= {name: edges} if len(edges) > 2 else {}
+    return Columns([*table.columns], medians, with_missing, categories, dates, bins)
 
 
 def encode(table: pd.DataFrame, columns: Columns) -> Array:
     """The columns as numbers, `(N, D)`.
 
     First come numbers and dates, in days, with the median in place of missing values; then an
-    indicator of missing values for each column that had some in training; then sine and cosine of
-    the cycles of dates, zero where the date is missing; then a column of zeros and ones for each
-    category. A category that was not there in training is none of these, with a warning.
+    indicator of missing values for each column that had some in training; then for each bin from a
+    to b of an embedded column (x - a) / (b - a), between 0 and 1, except that it goes on below the
+    first bin and above the last; then sine and cosine of the cycles of dates, zero where the date
+    is missing; then a column of zeros and ones for each category. A category that was not there in
+    training is none of these, with a warning.
     """
     numbers = {
         name: (_days if name in columns.dates else _numbers)(table[name], name)
@@ -237,6 +252,8 @@ def encode(table: pd.DataFrame, columns: Columns) -> Array:
     }
     parts = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in columns.medians.items()]
     parts += [np.isnan(numbers[name]).astype(np.float64) for name in columns.with_missing]
+    for name, edges in columns.bins.items():
+        parts += _in_bins(parts[[*columns.medians].index(name)], edges)
     for name, cycles in columns.dates.items():
         for angle in (2 * np.pi * numbers[name] / _CYCLES[cycle][0] for cycle in cycles):
             parts += [np.nan_to_num(np.sin(angle)), np.nan_to_num(np.cos(angle))]
@@ -317,6 +334,15 @@ def _cycles(days: Array) -> list[str]:
     cycles = [name for name, (_, least) in _CYCLES.items() if span >= least]
     has_times = bool((days != np.floor(days)).any())
     return [name for name in cycles if name != "day" or has_times]
+
+
+def _in_bins(x: Array, edges: Sequence[float]) -> list[Array]:
+    """The share of each bin that lies below x."""
+    last = len(edges) - 2
+    return [
+        np.clip((x - low) / (high - low), -np.inf if n == 0 else 0, np.inf if n == last else 1)
+        for n, (low, high) in enumerate(pairwise(edges))
+    ]
 
 
 def _check_number_of_texts(number: int, name: str, remedy: str) -> None:
@@ -458,7 +484,7 @@ def _check_kind(column: pd.Series, name: str, remedy: str = "") -> None:
             f"column `{name}` holds times or periods, not dates; turn them into numbers{remedy}."
         )
     is_mixed = kind.startswith("mixed") and not all(
-        isinstance(value, str | Number) or pd.isna(value) for value in column
+        isinstance(value, str | Number) for value in column.dropna()
     )
     if kind not in (*_KINDS, *_DATES) or is_mixed:
         raise TableError(f"column `{name}` holds neither numbers nor text but {kind!r}{remedy}.")

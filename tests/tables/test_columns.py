@@ -174,3 +174,18 @@ def test_quantiles_are_those_of_the_distribution():
     np.testing.assert_allclose(model.predict_quantiles(X, (0.1, 0.9)), interval)
     with pytest.raises(ValueError, match="`q` must lie"):
         model.predict_quantiles(X, 1.0)
+
+
+def test_numbers_are_embedded_if_asked_for(tmp_path):
+    X, y = table(100)
+    options = OPTIONS | {"epochs": 2}
+    model = DAKRegressor(**options, numeric_embedding="piecewise").fit(X, y)
+    plain = DAKRegressor(**options).fit(X, y)
+    assert len(model.x_mean_) == len(plain.x_mean_) + 2 * 8  # of `a` and `when`
+    loaded = DAKRegressor.load(model.save(tmp_path / "model"))
+    np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
+    numbers = np.random.default_rng(0).normal(size=(50, 2))
+    assert len(model.fit(numbers, numbers[:, 0]).x_mean_) == 2 * 9
+    assert model.predict(numbers).shape == (50,)
+    with pytest.raises(ValueError, match="`numeric_embedding` must be one of"):
+        DAKRegressor(**options, numeric_embedding="spline").fit(numbers, numbers[:, 0])

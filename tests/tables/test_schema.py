@@ -253,3 +253,24 @@ def test_frames_of_polars_are_those_of_pandas():
         encode(found, learn_columns(expected)), encode(expected, learn_columns(found))
     )
     assert as_frame([[1.0]]) is None
+
+
+def test_embedded_numbers_are_shares_of_bins():
+    frame = pd.DataFrame({"a": [0.0, 1.0, 2.0, 4.0, 8.0], "b": [0, 1, 0, 1, 1]})
+    columns = learn_columns(frame, num_bins=4)
+    assert columns.bins == {"a": [0.0, 1.0, 2.0, 4.0, 8.0]}  # `b` has only two values
+    new = pd.DataFrame({"a": [-1.0, 0.5, 3.0, 12.0, np.nan], "b": 0})
+    expected = [
+        [-1.0, 0, 0, 0],
+        [0.5, 0, 0, 0],
+        [1, 1, 0.5, 0],
+        [1, 1, 1, 2.0],
+        [1, 1, 0, 0],
+    ]
+    found = pd.DataFrame(encode(new, columns), columns=columns.encoded_names)
+    np.testing.assert_array_equal(found[[f"a_bin{n}" for n in range(1, 5)]], expected)
+    widths = np.diff(columns.bins["a"])
+    np.testing.assert_allclose(np.array(expected) @ widths, found["a"])  # nothing is lost
+    assert Columns.from_json(json.loads(json.dumps(columns.to_json()))) == columns
+    with pytest.raises(ValueError, match="increasing numbers"):
+        Columns.from_json(columns.to_json() | {"bins": [["a", [1.0, 1.0]]]})
