@@ -3,7 +3,7 @@
     python -m experiments.estimators
     python -m experiments.estimators --quick
 
-`DAKRegressor()` and `DAKRegressor(ensemble_size=5)` with their defaults; a network with a learned
+`DAKRegressor(ensemble_size=1)` and `DAKRegressor()`, which has five members; a network with a learned
 noise and five mean-variance networks (a deep ensemble) with the same widths, epochs, batches and
 schedule, trained on all training rows. `*_calibrated` are the same networks with the calibration on
 held-out rows that the estimators have. A run that is recorded already is not made again.
@@ -136,7 +136,7 @@ class MLPRegressor:
             everywhere = network.moments(self.rows.x)  # (E, N)
         mean, log_var = (part.gather(1, held_out).double().numpy() for part in everywhere)
         y, var = self.rows.y[held_out, 0].double().numpy(), np.exp(log_var)
-        self.calibration, self.df, self.factor = calibrate(y, mean, var, self.size)
+        self.calibration, self.df, self.factor, _ = calibrate(y, mean, var, self.size)
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
@@ -169,7 +169,7 @@ def score(prediction: StudentPrediction, y: np.ndarray) -> dict[str, float]:
 def build(name: str, seed: int, epochs: int | None) -> Any:
     """The model with this name."""
     makers: dict[str, Callable[[], Any]] = {
-        "dak": lambda: DAKRegressor(random_state=seed, epochs=epochs, progress=False),
+        "dak": lambda: DAKRegressor(1, random_state=seed, epochs=epochs, progress=False),
         "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),
         "nn": lambda: MLPRegressor(1, False, seed, epochs),
         "mv5": lambda: MLPRegressor(5, True, seed, epochs),

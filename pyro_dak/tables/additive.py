@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.stats import norm
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -21,8 +22,8 @@ from pyro_dak.additive.quadrature import gauss_hermite
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.tables.additive_files import read_additive, write_additive
 from pyro_dak.tables.base import scales
-from pyro_dak.tables.kinds import as_frame, learn_columns, read_columns
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, fit_student
+from pyro_dak.tables.schema import Columns, as_frame, learn_columns, raw_columns
 from pyro_dak.tables.shapes import Posterior, Rows, choose_pairs, fit_classes, fit_numbers
 from pyro_dak.tables.terms import CategoryTerm, Column, Hats, NumberTerm, PairTerm, Term
 from pyro_dak.training.checkpoint import MAX_BYTES
@@ -39,6 +40,8 @@ _PAIRS_PER_COLUMN, _MAX_TRIED, _PAIR_ROUNDS = 1.0, 30, 3
 _MAX_PAIR_WEIGHTS, _MOST_WEIGHTS = 1_000, 6_000
 # The number of draws of f in class probabilities, and of terms in the error of importances.
 _NUM_DRAWS, _NUM_TERM_DRAWS = 64, 200
+# Larger numbers have no squares.
+_LARGEST = 1e150
 # More rows than this hardly change the tails.
 _MAX_ROWS = 20_000
 
@@ -100,7 +103,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
     """What both estimators share. A subclass fits the terms and says what a unit of f is."""
 
     posterior_: Posterior
-    categories_: list[list[str] | None]
+    columns_: Columns
 
     def _validated_targets(self, y: Any) -> Array:
         """y as an array, or an error."""
@@ -175,9 +178,9 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         is_used = weights > 0
         table, y, weights = table[is_used], y[is_used], weights[is_used]
         y = self._set_targets(y, weights)
-        columns = learn_columns(table, self._categorical())
-        self.categories_ = [column.categories for column in columns]
-        rows = Rows([column.values for column in columns], weights)
+        self.columns_ = learn_columns(table, self._categorical())
+        rows = Rows(self._raw(table), weights)
+        columns = [Column(*pair) for pair in zip(rows.columns, self._categories(), strict=True)]
         self._fit_terms(columns, rows, y)
         self._finish(rows, y)
         self._set_importances(rows)
@@ -191,23 +194,31 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         if isinstance(self.pairs, int | np.integer) and self.pairs < 0:
             raise ValueError(f"`pairs` must not be negative; got {self.pairs}.")
 
-    def _table(self, X: Any, is_first: bool) -> Any:
-        """X as a frame, or as an array of float64."""
-        frame = as_frame(X)
+    def _table(self, X: Any, is_first: bool) -> pd.DataFrame:
+        """X as a data frame with the names of the columns."""
+        frame, least_rows = as_frame(X), 2 if is_first else 1
         if frame is None:
-            return validate_data(
-                self,
-                X,
-                reset=is_first,
-                dtype=np.float64,
-                ensure_all_finite="allow-nan",
-                ensure_min_samples=2 if is_first else 1,
+            checks: dict[str, Any] = {"reset": is_first, "ensure_min_samples": least_rows}
+            checks |= {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
+            return pd.DataFrame(validate_data(self, X, **checks), columns=self._names(), copy=False)
+        if len(frame) < least_rows or frame.shape[1] == 0:
+            raise ValueError(
+                f"`X` must have {least_rows} row(s) and 1 column at least; got shape {frame.shape}."
             )
-        if len(frame) < (2 if is_first else 1) or frame.shape[1] == 0:
-            least = "2 rows and 1 column" if is_first else "1 row and 1 column"
-            raise ValueError(f"`X` must have at least {least}; got shape {frame.shape}.")
-        validate_data(self, X, reset=is_first, skip_check_array=True)
-        return frame
+        validate_data(self, frame, reset=is_first, skip_check_array=True)
+        return frame.set_axis(self._names(), axis=1)
+
+    def _raw(self, table: pd.DataFrame) -> list[Array]:
+        """The columns of a table as the terms take them."""
+        columns = raw_columns(table, self.columns_)
+        for name, values in zip(self._names(), columns, strict=True):
+            if np.nanmax(np.abs(values), initial=0.0) > _LARGEST:
+                raise ValueError(f"Column `{name}` has values above {_LARGEST:g}. Rescale it.")
+        return columns
+
+    def _categories(self) -> list[list[str] | None]:
+        """The categories of each column, None for numbers and dates."""
+        return [self.columns_.categories.get(name) for name in self.columns_.names]
 
     def _names(self) -> list[Any]:
         """The names of the columns."""
@@ -226,8 +237,8 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
             f"`{column}` is no column: expected a number below {len(names)}, or one of {shown}."
         )
 
-    def _categorical(self) -> list[int]:
-        """The columns that are said to be categories; the types of others may say so, too."""
+    def _categorical(self) -> list[str] | None:
+        """The names of the columns of categories; None if their types say which they are."""
         given = self.categorical_features
         if isinstance(given, str):
             if given != "from_dtype":
@@ -235,11 +246,12 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
                     '`categorical_features` must be "from_dtype", None or a list of columns; got '
                     f"{given!r}."
                 )
-            return []
+            return None
         given = [] if given is None else list(given)
         if given and all(isinstance(entry, bool | np.bool_) for entry in given):
             given = np.flatnonzero(given).tolist()
-        return [self._index(column) for column in given]
+        names = self._names()
+        return [names[self._index(column)] for column in given]
 
     def _fit_terms(self, columns: list[Column], rows: Rows, y: Array) -> None:
         """Fit a term of each column and of the pairs that are given, or choose pairs then."""
@@ -361,7 +373,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
             missing = mean[-1], std[-1]
             mean, std = mean[:-1], std[:-1]
         else:
-            known = self.categories_[index]
+            known = self._categories()[index]
             assert known is not None
             grid = np.array([*known, "(other)"] if grid is None else grid, dtype=object)
             places = {text: place for place, text in enumerate(known)}
@@ -379,7 +391,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         assert isinstance(term, PairTerm)
         grids = []
         for basis, index in zip(term.bases, term.columns, strict=True):
-            known = self.categories_[index]
+            known = self._categories()[index]
             numbers = basis.knots if isinstance(basis, Hats) else np.arange(len(known or ())) * 1.0
             grids.append((numbers, numbers if known is None else np.array(known, dtype=object)))
         codes = np.meshgrid(grids[0][0], grids[1][0], indexing="ij")
@@ -417,7 +429,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
 
     def _columns(self, X: Any) -> list[Array]:
         check_is_fitted(self)
-        return read_columns(self._table(X, is_first=False), self.categories_)
+        return self._raw(self._table(X, is_first=False))
 
     # Files
 
@@ -456,8 +468,8 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
         level: a column of numbers has at most 2^level - 1 knots, at quantiles with both ends, or at
             its different values. By default 5, and less for many columns.
         pair_level: the same for either column of a pair.
-        categorical_features: numbers or names of columns to take as categories. Columns of a data
-            frame that hold text or have a categorical type always are.
+        categorical_features: numbers, names or a mask of the columns of categories. By default
+            those of a data frame that hold text or have a categorical type.
 
     Attributes:
         importances_: the standard deviation of each term over the training rows, in units of y.
@@ -467,6 +479,7 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
         calibration_: the factor of the squared scale of predictions, from the errors of all rows
             when they are left out, one by one, in closed form.
         tail_df_: the degrees of freedom of the predictive t distribution, from the same errors.
+        columns_: what the columns are.
         posterior_: the terms, their hyper-parameters and the posterior of their weights.
         n_features_in_: the number of columns.
         feature_names_in_: the names of the columns, if `fit` was given a data frame.
@@ -535,10 +548,10 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
         """Both ends of the central interval with probability `level`, `(N, 2)`."""
         return np.stack(self.predict_dist(X).interval(level), -1)
 
-    def predict_quantiles(self, X: Any, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> Array:
-        """Quantiles of y, `(N, Q)`."""
+    def predict_quantiles(self, X: Any, quantiles: Any = (0.05, 0.5, 0.95)) -> Array:
+        """The quantiles of y at Q probabilities, `(N, Q)`."""
         prediction = self.predict_dist(X)
-        return np.stack([prediction.quantile(q) for q in quantiles], -1)
+        return np.stack([prediction.quantile(q) for q in np.atleast_1d(quantiles).tolist()], -1)
 
 
 class DAKAdditiveClassifier(ClassifierMixin, _AdditiveEstimator):

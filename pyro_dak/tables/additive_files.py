@@ -12,6 +12,7 @@ from sklearn.base import is_classifier
 
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import _from_labels, _labels, read_content
+from pyro_dak.tables.schema import Columns
 from pyro_dak.tables.shapes import Posterior
 from pyro_dak.tables.terms import Basis, CategoryTerm, Hats, Levels, NumberTerm, PairTerm, Term
 from pyro_dak.training.checkpoint import (
@@ -25,7 +26,7 @@ from pyro_dak.validation import check_integer, check_path, check_positive
 __all__ = ["read_additive", "stored_name", "write_additive"]
 
 # The attributes of a fitted estimator that are plain values, and those that are arrays.
-_VALUES = "n_features_in_ y_mean_ y_scale_ noise_scale_ calibration_ tail_df_ categories_".split()
+_VALUES = "n_features_in_ y_mean_ y_scale_ noise_scale_ calibration_ tail_df_".split()
 _ARRAYS = "importances_ importances_std_".split()
 _POSTERIOR = "theta mean root".split()
 
@@ -57,6 +58,7 @@ def write_additive(
         "values": {name: state[name] for name in _VALUES if name in state},
         "feature_names": _labels(state.get("feature_names_in_")),
         "classes": _labels(state.get("classes_")),
+        "columns": state["columns_"].to_json(),
         "terms": descriptions,
     }
     tensors = {name: torch.tensor(np.asarray(values)) for name, values in arrays.items()}
@@ -116,6 +118,7 @@ def read_additive(
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
                 state[name] = _from_labels(content[key], max_bytes)
+        state["columns_"] = Columns.from_json(content["columns"])
         terms = [_term(d, index, arrays, state) for index, d in enumerate(content["terms"])]
         parts = [arrays[f"posterior.{name}"] for name in _POSTERIOR]
         state["posterior_"] = Posterior(terms, *parts)
@@ -199,10 +202,12 @@ def _check(state: dict[str, Any], has_classes: bool) -> None:
     for name, (shape, expected) in shapes.items():
         if shape != expected:
             raise ValueError(f"`{name}` has shape {shape}, expected {expected}.")
-    categories = state["categories_"]
+    columns, names = state["columns_"], list(state.get("feature_names_in_", ()))
     own = [t.levels.categories if isinstance(t, CategoryTerm) else None for t in posterior.terms]
-    if categories != own[:D]:
-        raise ValueError("`categories_` are not those of the terms.")
+    if [columns.categories.get(name) for name in columns.names] != own[:D]:
+        raise ValueError("the categories of the columns are not those of the terms.")
+    if names and names != columns.names:
+        raise ValueError("the names of the columns are not those of the table.")
     for name in () if has_classes else ("y_scale_", "noise_scale_", "calibration_", "tail_df_"):
         if state[name] != math.inf or name != "tail_df_":
             check_positive(name, state[name])

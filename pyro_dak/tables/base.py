@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_consistent_length, check_random_state
@@ -31,6 +32,7 @@ from pyro_dak.tables.rows import (
     Rows,
     default_batch_size,
     default_epochs,
+    default_fraction,
     effective_number,
     held_out_rows,
     rows_kept_apart,
@@ -38,10 +40,11 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
+from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer, check_positive, check_probability
+from pyro_dak.validation import check_choice, check_integer, check_positive, check_probability
 
 __all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 
@@ -52,6 +55,8 @@ _NUM_FOLDS = 5
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
+# The number of bins of a column that is embedded.
+_NUM_BINS = 8
 # Inputs of these types are taken as they are; others become the first.
 _DTYPES = [np.float64, np.float32]
 
@@ -60,7 +65,7 @@ _DTYPES = [np.float64, np.float32]
 class Parameters:
     """The arguments of the estimators. `DAKRegressor` explains them."""
 
-    ensemble_size: int = 1
+    ensemble_size: int = 5
     hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
     num_units: int = 16
     level: int = 5
@@ -71,23 +76,24 @@ class Parameters:
     learning_rate: float = 2e-2
     weight_decay: float = 0.0
     early_stopping: bool = True
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     refit: bool | None = None
     warm_start: bool = False
     random_state: Any = None
     device: str = "auto"
     progress: bool = True
     input_units: bool = False
+    categorical_features: Any = "from_dtype"
+    numeric_embedding: str | None = None
 
 
 class TableEstimator(Parameters, BaseEstimator):
     """The base of both estimators. A subclass defines targets, likelihood and calibration."""
 
-    # Whether `_calibrate` needs rows that two members have not seen.
-    _shares_held_out_rows = False
     # The factors that leave predictions as the model makes them.
-    _uncalibrated: ClassVar[dict[str, float]]
+    _uncalibrated: ClassVar[dict[str, Any]]
     ensemble_: Ensemble
+    columns_: Columns | None
     novelty_: EnsembleNovelty | None
     kept_apart_: list[Any] | None
 
@@ -111,12 +117,18 @@ class TableEstimator(Parameters, BaseEstimator):
         """Scores of held-out rows, `(E, n)`; smaller is better, and calibration changes nothing."""
         raise NotImplementedError
 
-    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
-        """Set the factors that make predictions of held-out rows as wide as their errors.
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int, is_refit: bool) -> None:
+        """Set the factors that make predictions of new rows as wide as their errors.
 
-        The last `overlap` rows of a member are the first rows of the next member.
+        The last `overlap` rows of a member are the first rows of the next member. With `is_refit`
+        other members will predict, which are trained in the same way.
         """
         raise NotImplementedError
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
 
     def _check_parameters(self) -> None:
         for name in ("ensemble_size", "num_units", "level"):
@@ -130,8 +142,11 @@ class TableEstimator(Parameters, BaseEstimator):
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
-        check_probability("validation_fraction", self.validation_fraction)
+        if self.validation_fraction is not None:
+            check_probability("validation_fraction", self.validation_fraction)
         check_positive("learning_rate", self.learning_rate)
+        if self.numeric_embedding is not None:
+            check_choice("numeric_embedding", self.numeric_embedding, ("piecewise",))
         for name in ("heteroscedastic", "early_stopping", "warm_start", "refit", "input_units"):
             value = getattr(self, name)
             if value not in (True, False) and not (name == "refit" and value is None):
@@ -167,7 +182,7 @@ class TableEstimator(Parameters, BaseEstimator):
 
     def _build(self, size: int, seed: int) -> Ensemble:
         """New members on the device, each with its own seed."""
-        widths, members = [self.n_features_in_, *self.hidden_layer_sizes], []
+        widths, members = [len(self.x_mean_), *self.hidden_layer_sizes], []
         for index in range(size):
             with _BUILDING, seeded(seed + index, torch.device("cpu")):
                 layers = [part for w in pairwise(widths) for part in (nn.Linear(*w), nn.ReLU())]
@@ -181,16 +196,17 @@ class TableEstimator(Parameters, BaseEstimator):
                     input_units=bool(self.input_units),
                     prior_scale=1.0,
                 )
-                model.input_shape = (self.n_features_in_,)
+                model.input_shape = (widths[0],)
                 members.append((model, MeanFieldGuide(model, init_scale=0.1)))
         return self._copy(Ensemble(members))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Train on a table of numbers, `(N, D)`, and return the estimator.
+        """Train on a table, `(N, D)`, and return the estimator.
 
-        A row counts as often as `sample_weight` says, `(N,)`; by default once. That holds for
-        training, for stopping and for the calibration. If `fit` fails or is interrupted, the
-        estimator stays as it was.
+        X is an array of numbers, or a data frame with columns of numbers, booleans, dates, texts
+        and categories, and values may be missing. A row counts as often as `sample_weight` says,
+        `(N,)`; by default once. That holds for training, for stopping and for the calibration. If
+        `fit` fails or is interrupted, the estimator stays as it was.
         """
         is_warm = self.warm_start and hasattr(self, "ensemble_")
         with self._unchanged_by_failure():
@@ -270,7 +286,7 @@ class TableEstimator(Parameters, BaseEstimator):
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = validate_data(self, X, reset=is_first, dtype=_DTYPES, ensure_min_samples=2)
+        X = self._validated_inputs(X, is_first, least_rows=2)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -286,8 +302,65 @@ class TableEstimator(Parameters, BaseEstimator):
             X, y, weights = X[is_used], y[is_used], weights[is_used]
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
+            num_bins = 0 if self.numeric_embedding is None else _NUM_BINS
+            self.columns_ = _learn(X, self._categorical_names(X), num_bins)
+        X = _encoded(X, self.columns_)
+        if is_first:
             self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
         return X, y, weights
+
+    def _validated_inputs(self, X: Any, is_first: bool, least_rows: int = 1) -> Any:
+        """X as an array of numbers, or as a data frame whose columns are called by text.
+
+        Arrays become data frames if some of their columns are categories.
+        """
+        frame, columns = as_frame(X), self.__dict__.get("columns_")  # old files have none
+        has_numbers = columns is None or columns.are_numbers
+        if is_first:
+            has_numbers = self.categorical_features is None or _is_from_dtype(self)
+        checks: dict[str, Any] = {"reset": is_first, "ensure_min_samples": least_rows}
+        if frame is None and has_numbers:
+            finite = "allow-nan" if is_first or columns is not None else True
+            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite=finite, **checks)
+        if frame is None:
+            frame = pd.DataFrame(
+                validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
+            )
+            return frame.set_axis(_names(frame.shape[1]), axis=1)
+        validate_data(self, frame, reset=is_first, skip_check_array=True)
+        for number, least, what in zip(
+            frame.shape, (least_rows, 1), ("sample", "feature"), strict=True
+        ):
+            if number < least:
+                raise ValueError(
+                    f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
+                    f"{least} is required."
+                )
+        has_names = hasattr(self, "feature_names_in_")
+        names = [*self.feature_names_in_] if has_names else _names(frame.shape[1])
+        return frame.set_axis(names, axis=1)
+
+    def _categorical_names(self, X: Any) -> list[str] | None:
+        """The names of the columns of categories; None if their types say which they are."""
+        chosen = self.categorical_features
+        if _is_from_dtype(self):
+            return None
+        names = list(X.columns) if isinstance(X, pd.DataFrame) else _names(X.shape[1])
+        if chosen is None:
+            return []
+        chosen = np.atleast_1d(np.asarray(chosen))
+        if chosen.dtype == bool and chosen.shape == (len(names),):
+            return [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+        if chosen.dtype.kind in "iu" and (np.abs(chosen + 0.5) < len(names)).all():
+            return [names[index] for index in chosen]
+        if chosen.size == 0:
+            return []
+        if chosen.dtype.kind in "OU" and set(chosen) <= set(names):
+            return [str(name) for name in chosen]
+        raise ValueError(
+            "`categorical_features` must be 'from_dtype', None, or names, numbers or a mask of "
+            f"some of the {len(names)} columns; got {self.categorical_features!r}."
+        )
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
         """The rows as tensors on the device: standardised inputs, targets and weights."""
@@ -303,18 +376,18 @@ class TableEstimator(Parameters, BaseEstimator):
         return standardized("X", X.astype(np.float64), self.x_mean_, self.x_scale_, limit)
 
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
-        """Train on the rows in one or two passes, and calibrate on rows that are held out.
+        """Train on the rows, and calibrate on rows that are held out.
 
-        In the first pass every member trains without its held-out part. All parts together decide
-        when the members stop, and how wide predictions must be. With few rows, or with one member,
-        a second pass trains on all rows for as many epochs. So the errors of the held-out rows are
-        those of networks that were trained just as long as the ones that predict.
+        Every member trains without its held-out part. All parts together decide when the members
+        stop, and how wide predictions must be. Several members are done after this one pass. A
+        single one is trained again, on all rows, for as many epochs; so the errors of the held-out
+        rows are those of networks that were trained just as long as the one that predicts.
         """
         seed, E = self._seed(), self.ensemble_size
         plan = self._plan(len(rows.x), seed)
         is_small = effective_number(rows.weights) < FEW_ROWS
-        by_default = (E == 1 or is_small) and not self.warm_start
-        refit = (by_default if self.refit is None else self.refit) and start is None
+        by_default = E == 1 and not self.warm_start
+        refit = bool(by_default if self.refit is None else self.refit) and start is None
         if start is None or not self.early_stopping:
             self.__dict__.update(self._uncalibrated)
         num_parts = max(E, _NUM_FOLDS) if refit and is_small else E
@@ -328,8 +401,10 @@ class TableEstimator(Parameters, BaseEstimator):
             )
             return
         self.ensemble_ = start or self._build(num_parts, seed)
-        self._stop_and_calibrate(rows, held_out, overlap, plan)
-        reference = reference_of(self.ensemble_, rows.x, held_out, self._entropies)
+        self._stop_and_calibrate(rows, held_out, overlap, plan, refit)
+        reference = reference_of(
+            self.ensemble_, rows.x, held_out, self._entropies, overlap if E > 1 else 0, E
+        )
         if refit:
             self.ensemble_ = self._build(E, seed + 1000)
             plan = replace(plan, stop_after=self.history_.best_epoch)
@@ -337,7 +412,7 @@ class TableEstimator(Parameters, BaseEstimator):
             self.history_.rows += second.rows
             self.history_.seconds += second.seconds
         self.novelty_ = learn_novelty(
-            self.ensemble_, rows.x, held_out[:E], reference, self._entropies, bool(refit)
+            self.ensemble_, rows.x, held_out[:E], reference, self._entropies, refit
         )
 
     def _entropies(self, moments: FunctionMoments) -> tuple[Tensor, Tensor] | None:
@@ -362,7 +437,9 @@ class TableEstimator(Parameters, BaseEstimator):
         `kept_apart_` becomes the share of rows that no call of `fit` trains on and the seed that
         chooses them, or None if there are no such rows.
         """
-        N, fraction, device = len(rows.x), self.validation_fraction, rows.x.device
+        N, device, fraction = len(rows.x), rows.x.device, self.validation_fraction
+        if fraction is None:
+            fraction = default_fraction(effective_number(rows.weights))
         if not self.early_stopping or effective_number(rows.weights) < _LEAST_ROWS:
             self.kept_apart_ = None
             return torch.empty(num_parts, 0, dtype=torch.long, device=device), 0
@@ -370,7 +447,7 @@ class TableEstimator(Parameters, BaseEstimator):
             keeps_apart = self.warm_start and not self.refit
             self.kept_apart_ = [share_kept_apart(N, fraction), seed] if keeps_apart else None
             if not keeps_apart:
-                overlap = self.ensemble_size > 1 and self._shares_held_out_rows
+                overlap = self.ensemble_size > 1
                 held_out = held_out_rows(N, num_parts, fraction, seed, overlap)
                 return held_out.to(device), held_out.shape[1] // 2 if overlap else 0
         elif self.__dict__.get("kept_apart_") is None:  # as in files of earlier versions
@@ -383,10 +460,12 @@ class TableEstimator(Parameters, BaseEstimator):
         assert self.kept_apart_ is not None
         held_out = rows_kept_apart(rows, *self.kept_apart_).to(device)
         if len(held_out) > N - 2:
-            raise ValueError(f"`validation_fraction`={fraction} leaves no rows to train on.")
+            raise ValueError(f"`validation_fraction`={fraction:g} leaves no rows to train on.")
         return held_out.expand(num_parts, -1), len(held_out)
 
-    def _stop_and_calibrate(self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan) -> None:
+    def _stop_and_calibrate(
+        self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan, is_refit: bool
+    ) -> None:
         """Train without the held-out rows for as long as these say, and calibrate on them.
 
         A row counts as much as its weight says, here as in training.
@@ -400,7 +479,7 @@ class TableEstimator(Parameters, BaseEstimator):
 
         self.history_ = train(ensemble, without(rows, held_out), plan, score_fn, self.progress)
         with torch.no_grad():
-            self._calibrate(part, ensemble, overlap)
+            self._calibrate(part, ensemble, overlap, is_refit)
 
     def _moments(
         self, X: Any, novelty: bool = False
@@ -411,7 +490,7 @@ class TableEstimator(Parameters, BaseEstimator):
         `novelty`, leverages `(N,)` come with each chunk, in a list, which is empty without.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=_DTYPES)
+        X = _encoded(self._validated_inputs(X, is_first=False), self.__dict__.get("columns_"))
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
@@ -427,6 +506,39 @@ class TableEstimator(Parameters, BaseEstimator):
                 features = ensemble.features(torch.from_numpy(x).to(device))
                 leverages = [] if learned is None else [learned.leverage(features)]
                 yield ensemble, ensemble.moments_from(features), leverages
+
+
+def _is_from_dtype(estimator: Any) -> bool:
+    chosen = estimator.categorical_features
+    return isinstance(chosen, str) and chosen == "from_dtype"
+
+
+def _names(number: int) -> list[str]:
+    """The names of columns without any."""
+    return [f"x{index}" for index in range(number)]
+
+
+def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
+    """What the columns of an array or of a data frame are."""
+    if isinstance(X, pd.DataFrame) or num_bins > 0:
+        names = None if isinstance(X, pd.DataFrame) else _names(X.shape[1])
+        return learn_columns(pd.DataFrame(X, columns=names, copy=False), categorical, num_bins)
+    names, is_missing = _names(X.shape[1]), np.isnan(X)
+    known = [column[~gaps] for column, gaps in zip(X.T, is_missing.T, strict=True)]
+    medians = [float(np.median(column)) if len(column) else 0.0 for column in known]
+    with_missing = [name for name, gaps in zip(names, is_missing.T, strict=True) if gaps.any()]
+    return Columns(names, dict(zip(names, medians, strict=True)), with_missing)
+
+
+def _encoded(X: Any, columns: Columns | None) -> Array:
+    """An array or a data frame as numbers, `(N, D)`; arrays without gaps are returned as such."""
+    is_plain = columns is not None and not columns.with_missing and not columns.bins
+    if columns is None or (isinstance(X, np.ndarray) and is_plain):
+        is_missing = np.isnan(X)
+        if columns is None or not is_missing.any():
+            return X
+        return np.where(is_missing, [*columns.medians.values()], X)
+    return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
 
 
 def scales(

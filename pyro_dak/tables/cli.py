@@ -44,12 +44,14 @@ from pyro_dak.tables.files import (
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.tables.schema import (
-    Schema,
-    inputs,
-    learn_schema,
+    Columns,
+    Target,
+    check_columns,
+    check_table,
+    learn_target,
     numbers_of_classes,
-    raw_inputs,
     targets,
+    typed,
 )
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
@@ -148,7 +150,7 @@ def fit(
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
     task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
-    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 1,
+    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 5,
     epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
@@ -176,12 +178,18 @@ def fit(
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
             raise TableError(f"has {len(frame)} rows; at least {_LEAST_ROWS} are needed.")
-        schema = learn_schema(frame, target, task, drop or (), categorical or ())  # type: ignore[arg-type]
-        y, X = targets(frame, schema), (raw_inputs if additive else inputs)(frame, schema)
+        check_columns(frame, [target])
+        X = typed(frame, [target, *(drop or ())], categorical or ())
+        if X.shape[1] == 0:
+            raise TableError(
+                f"has no column beside the target `{target}`; there is nothing to learn."
+            )
+        aim = learn_target(frame, target, task)  # type: ignore[arg-type]
+        y = targets(frame, aim)
         del frame  # its texts take more memory than all that follows
-        if schema.task == "classification" and len(np.unique(y)) < 2:
+        if aim.task == "classification" and len(np.unique(y)) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
-    has_classes = schema.task == "classification"
+    has_classes = aim.task == "classification"
     estimator: Any
     if additive:
         estimator = (DAKAdditiveClassifier if has_classes else DAKAdditiveRegressor)(pairs=pairs)
@@ -191,10 +199,10 @@ def fit(
     if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
         _say(f"Learning `{target}` from {len(X)} rows ...")
     estimator.fit(X, y)
-    extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
+    extra = {"table": aim.to_json(), "num_rows": len(X), "version": _version()}
     (write_additive if additive else write_estimator)(estimator, out, force, extra)
     if not quiet:
-        _print_pairs(_facts(estimator, schema, extra) | {"saved to": out}, Console(stderr=True))
+        _print_pairs(_facts(estimator, aim, extra) | {"saved to": out}, Console(stderr=True))
 
 
 @app.command()
@@ -220,14 +228,14 @@ def predict(
         raise typer.BadParameter("must lie between 0 and 1.", param_hint="--level")
     if out is not None and out != STANDARD:
         check_writable(out, force)
-    estimator, schema, _ = _load(model, quiet)
-    X = _inputs(table, schema, delimiter, ignore_unknown, estimator)[1]
-    if is_regressor(estimator):
+    estimator, _, _ = _load(model, quiet)
+    X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)[1]
+    with _naming(table):
         prediction = estimator.predict_dist(X)
+    if is_regressor(estimator):
         lower, upper = prediction.interval(level)
         columns = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
     else:
-        prediction = estimator.predict_dist(X)
         columns = {"label": estimator.classes_[prediction.probs.argmax(-1)]}
         names = enumerate(estimator.classes_)
         columns |= {f"p_{name}": prediction.probs[:, k] for k, name in names}
@@ -263,10 +271,10 @@ def evaluate(
         raise typer.BadParameter("a plot goes to a file.", param_hint="--plot")
     if plot is not None:
         check_writable(plot, force)
-    estimator, schema, _ = _load(model, quiet)
-    frame, X = _inputs(table, schema, delimiter, ignore_unknown, estimator)
+    estimator, target, _ = _load(model, quiet)
+    frame, X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)
     with _naming(table):
-        y = targets(frame, schema)
+        y = targets(frame, target)
         score = _score_regression if is_regressor(estimator) else _score_classes
         scores, draw = score(estimator, X, y)
     if plot is not None:
@@ -294,24 +302,17 @@ def explain(
     if out == STANDARD:
         raise typer.BadParameter("a page goes to a file.", param_hint="--out")
     check_writable(out, force)
-    estimator, schema, _ = _load(model, quiet)
-    frame, X = _inputs(table, schema, delimiter, ignore_unknown, estimator)
+    estimator, target, _ = _load(model, quiet)
+    frame, X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)
     with _naming(table):
         if row >= len(frame):
             raise TableError(f"has {len(frame)} rows; there is no row {row}, counted from 0.")
-        y = targets(frame, schema) if schema.target in frame.columns else None
+        y = targets(frame, target) if target.name in frame.columns else None
         if y is not None and not is_regressor(estimator):
             y = estimator.classes_[_known_labels(estimator, y).numpy()]
-    options: dict[str, Any] = {"title": f"What predicts {schema.target}", "target": schema.target}
-    if type(estimator).__name__ in _ADDITIVE:
-        page = additive_page(estimator, X, y, row=row, **options)
-    else:
-        rows = frame[schema.columns]
-
-        def inputs_fn(part: pd.DataFrame) -> pd.DataFrame:
-            return inputs(part, schema, ignore_unknown)
-
-        page = dependence_page(estimator, rows, inputs_fn, y, row=row, **options)
+        page_fn = additive_page if type(estimator).__name__ in _ADDITIVE else dependence_page
+        title = f"What predicts {target.name}"
+        page = page_fn(estimator, X, y, title=title, target=target.name, row=row)
     write_whole(
         out,
         lambda temporary: temporary.write_text(page, encoding="utf-8"),
@@ -329,22 +330,22 @@ def info(
     _print_pairs(_facts(*_load(model, True)), Console(), as_json)
 
 
-def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
+def _facts(estimator: Any, target: Target, extra: dict[str, Any]) -> dict[str, Any]:
     """What was learned, by name: `fit` prints it at its end, and `info` later."""
     if type(estimator).__name__ in _ADDITIVE:
-        return _additive_facts(estimator, schema, extra)
+        return _additive_facts(estimator, target, extra)
     rows, best = estimator.history_.rows, estimator.history_.best_epoch
     facts = {
-        "task": schema.task,
-        "target": schema.target,
-        "numeric columns": len(schema.medians),
-        "text columns": len(schema.categories),
+        "task": target.task,
+        "target": target.name,
+        "numeric columns": len(estimator.columns_.medians),
+        "text columns": len(estimator.columns_.categories),
         "training rows": extra.get("num_rows"),
         "networks": estimator.ensemble_size,
         "epochs": len(rows),
     }
     score = None if best is None else rows[best - 1]["val_score"]
-    if schema.task == "classification":
+    if target.task == "classification":
         facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
     else:
         if score is not None:  # it lacks a constant, and is that of standardised targets
@@ -358,17 +359,17 @@ def _tails(df: float) -> str:
     return "normal" if math.isinf(df) else f"Student-t, {df:g} degrees of freedom"
 
 
-def _additive_facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
+def _additive_facts(estimator: Any, target: Target, extra: dict[str, Any]) -> dict[str, Any]:
     """What an additive estimator has learned, by name."""
     facts = {
-        "task": schema.task,
-        "target": schema.target,
-        "numeric columns": len(schema.medians),
-        "text columns": len(schema.categories),
+        "task": target.task,
+        "target": target.name,
+        "numeric columns": len(estimator.columns_.medians),
+        "text columns": len(estimator.columns_.categories),
         "pairs of columns": len(estimator.term_names_) - estimator.n_features_in_,
         "training rows": extra.get("num_rows"),
     }
-    if schema.task == "regression":
+    if target.task == "regression":
         facts |= {"noise": estimator.noise_scale_, "tails": _tails(estimator.tail_df_)}
     return facts | {"pyro_dak": extra.get("version")}
 
@@ -438,8 +439,8 @@ def _naming(path: Path) -> Iterator[None]:
         raise TableError(f"{shown_name(path)}: {error}") from error
 
 
-def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
-    """The estimator, the schema of its table, and all that was stored with them."""
+def _load(model: Path, quiet: bool) -> tuple[Any, Target, dict[str, Any]]:
+    """The estimator, the target of its table, and all that was stored with them."""
     is_additive = stored_name(model) in _ADDITIVE
     estimator, extra = (
         read_additive(model, _ADDITIVE) if is_additive else read_estimator(model, _ESTIMATORS)
@@ -451,20 +452,25 @@ def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
     if not is_additive:
         estimator.set_params(progress=_has_bars(quiet), device="auto")
     try:
-        return estimator, Schema.from_json(extra["table"]), extra
+        if estimator.columns_ is None:  # earlier versions stored the columns with the target
+            columns = Columns.from_json(extra["table"])
+            if len(columns.encoded_names) != estimator.n_features_in_:
+                raise ValueError("has other columns than the model.")
+            estimator.columns_, estimator.n_features_in_ = columns, len(columns.names)
+            estimator.feature_names_in_ = np.array(columns.names, dtype=object)
+        return estimator, Target.from_json(extra["table"]), extra
     except ValueError as error:
         raise CheckpointError(f"{model / 'config.json'}: {error}") from error
 
 
 def _inputs(
-    path: Path, schema: Schema, delimiter: str | None, ignore_unknown: bool, estimator: Any
+    path: Path, columns: Columns, delimiter: str | None, ignore_unknown: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A table, and its inputs as the estimator takes them: as numbers, or as they are."""
+    """A table, and its input columns, which fit those of the training table."""
     frame = read_table(path, delimiter)
     with _naming(path):
-        numbers = inputs(frame, schema, ignore_unknown)
-        is_additive = type(estimator).__name__ in _ADDITIVE
-        return frame, raw_inputs(frame, schema) if is_additive else numbers
+        check_table(frame, columns, ignore_unknown)
+        return frame, frame[columns.names]
 
 
 def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False) -> None:

@@ -24,6 +24,7 @@ from pyro_dak.diagnostics.plots import PALETTE, plot_coverage, plot_pit, plot_re
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
 from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
 from pyro_dak.tables.predictive import Array
+from pyro_dak.tables.schema import raw_columns
 from pyro_dak.validation import check_integer
 
 __all__ = ["Line", "Page", "Panel", "additive_page", "dependence_page", "render"]
@@ -139,12 +140,13 @@ def additive_page(
     """
     check_integer("row", row, minimum=0, maximum=len(table) - 1)
     has_classes = not is_regressor(estimator)
-    explanation = estimator.explain(table.iloc[[row]])
+    explanation = estimator.explain(_as_given(estimator, table.iloc[[row]]))
     labels = _labels(estimator) if has_classes else [None]
     chosen = _shown_classes(labels)
     order = np.argsort(-_overall(estimator.importances_), kind="stable")
+    columns = raw_columns(table.set_axis(estimator.columns_.names, axis=1), estimator.columns_)
     panels = [
-        _additive_panel(estimator, estimator.term_names_[k], table, labels, chosen)
+        _additive_panel(estimator, estimator.term_names_[k], table, columns, labels, chosen)
         for k in order[:_MAX_PANELS]
     ]
     names = [_named(name) for name in explanation.names]
@@ -164,14 +166,19 @@ def additive_page(
         page.facts.append(f"Curves are shown for {len(chosen)} of {len(labels)} classes.")
     page.row = _additive_row(estimator, explanation, table, row, labels)
     page.about_row = "Intercept and contributions add up to the prediction."
-    _calibrate(page, estimator.predict_dist(table), y, estimator)
+    _calibrate(page, estimator.predict_dist(_as_given(estimator, table)), y, estimator)
     return render(page)
 
 
 def _additive_panel(
-    estimator: Any, name: Any, table: pd.DataFrame, labels: list[Any], chosen: list[int]
+    estimator: Any,
+    name: Any,
+    table: pd.DataFrame,
+    columns: list[Array],
+    labels: list[Any],
+    chosen: list[int],
 ) -> Panel:
-    """The panel of a term."""
+    """The panel of a term; `columns` are those of the table as numbers."""
     shape = estimator.shape_function(name)
     parts = (shape.mean, shape.lower, shape.upper)
     if len(labels) == 1:
@@ -182,11 +189,10 @@ def _additive_panel(
         note = "" if lines[0].label is None else f"Class {lines[0].label}."
         axes = str(name[0]), str(name[1])
         return Panel(_named(name), shape.grid, lines[:1], axes=axes, note=note)
-    column = table.iloc[:, estimator.term_names_.index(name)]
+    index = estimator.term_names_.index(name)
     if shape.missing is None:
-        return Panel(_named(name), shape.grid, lines, _texts(column))
-    data = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
-    note = ""
+        return Panel(_named(name), shape.grid, lines, _texts(table.iloc[:, index]))
+    data, note = columns[index], ""
     if np.isnan(data).any() and len(labels) == 1:
         mean, std = shape.missing
         note = f"Where it is missing: {mean:.3g} ± {1.96 * std:.2g}."
@@ -217,7 +223,6 @@ def _additive_row(
 def dependence_page(
     estimator: Any,
     table: pd.DataFrame,
-    inputs_fn: Callable[[pd.DataFrame], Any],
     y: Any = None,
     *,
     title: str = "Model",
@@ -233,8 +238,7 @@ def dependence_page(
 
     Args:
         estimator: a fitted estimator.
-        table: rows as they are in the file.
-        inputs_fn: turns such rows into what the estimator takes.
+        table: rows with the columns of the estimator.
         y: their targets, for the calibration, if they are known.
         title: the heading of the page.
         target: the name of what is predicted.
@@ -247,7 +251,7 @@ def dependence_page(
 
     def predict(rows: pd.DataFrame) -> tuple[Array, Array | None]:
         """Means `(N, F)` and epistemic variances; probabilities and None."""
-        prediction = estimator.predict_dist(inputs_fn(rows))
+        prediction = estimator.predict_dist(_as_given(estimator, rows))
         if has_classes:
             return prediction.probs, None
         return prediction.mean.reshape(len(rows), -1), prediction.epistemic.reshape(len(rows), -1)
@@ -280,7 +284,7 @@ def dependence_page(
         "By how much the prediction changes if one column has the values of other rows instead. "
         "These numbers do not add up to the prediction."
     )
-    prediction = estimator.predict_dist(inputs_fn(table))
+    prediction = estimator.predict_dist(_as_given(estimator, table))
     if prediction.novelty_scores is not None:
         novelty = np.asarray(prediction.novelty)
         page.facts.append(
@@ -397,6 +401,11 @@ def _calibrate(page: Page, prediction: Any, y: Any, estimator: Any) -> None:
             _picture(lambda ax: plot_reliability(labels, probs, ax=ax)),
         )
     )
+
+
+def _as_given(estimator: Any, rows: pd.DataFrame) -> Any:
+    """Rows as the estimator was fitted: with names of columns, or without."""
+    return rows if hasattr(estimator, "feature_names_in_") else rows.to_numpy()
 
 
 def _labels(estimator: Any) -> list[str]:

@@ -266,15 +266,15 @@ def test_wrong_parameters_are_named(parameters, match):
 def test_columns_can_be_declared_categories():
     X = np.column_stack([RNG.normal(size=80), RNG.choice([1.0, 2.0, 7.0], 80)])
     model = DAKAdditiveRegressor(level=2, categorical_features=[1]).fit(X, X[:, 0])
-    assert model.categories_ == [None, ["1", "2", "7"]]
+    assert model.columns_.categories == {"x1": ["1", "2", "7"]}
     by_mask = DAKAdditiveRegressor(level=2, categorical_features=[False, True]).fit(X, X[:, 0])
-    assert by_mask.categories_ == model.categories_
+    assert by_mask.columns_ == model.columns_
 
 
 def test_texts_where_numbers_were_are_refused(fitted):
     table, _ = frame(10)
     table["a"] = "text"
-    with pytest.raises(ValueError, match="'a' must hold numbers"):
+    with pytest.raises(ValueError, match="`a` must hold numbers"):
         fitted.predict(table)
     table["a"] = np.inf
     with pytest.raises(ValueError, match="infinite"):

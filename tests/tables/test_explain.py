@@ -67,12 +67,6 @@ def check(page):
     return text
 
 
-def numbers(frame):
-    return pd.DataFrame(
-        {"a": frame[HOSTILE], "b": frame[FORMULA].fillna(0), "c": frame[IMAGE] == "plain"}
-    ).astype(float)
-
-
 def test_page_of_an_additive_regressor_has_all_parts_and_is_safe():
     frame, y = table()
     model = DAKAdditiveRegressor(level=3, pairs=[(0, 1), (0, 2)]).fit(frame, y)
@@ -100,8 +94,8 @@ def test_page_of_an_additive_classifier(num_classes):
 def test_page_of_networks_has_partial_dependence_and_novelty(kind):
     frame, y = table(150)
     y = y if kind is DAKRegressor else np.where(y > 0.5, HOSTILE, "no")
-    model = kind(**SMALL, random_state=0).fit(numbers(frame), y)
-    text = check(dependence_page(model, frame, numbers, y, title=HOSTILE, target=IMAGE))
+    model = kind(2, **SMALL, random_state=0).fit(frame, y)
+    text = check(dependence_page(model, frame, y, title=HOSTILE, target=IMAGE))
     assert "Partial dependence" in text
     assert "stranger than" in text
 
@@ -112,7 +106,7 @@ def test_partial_dependence_of_an_additive_function_is_its_term():
     frame = pd.DataFrame({"a": rng.normal(size=100), "b": rng.normal(size=100)})
     y = frame["a"] ** 2 + frame["b"]
     model = DAKAdditiveRegressor(level=3).fit(frame, y)
-    text = "".join(Tags(dependence_page(model, frame, lambda part: part, y)).texts)
+    text = "".join(Tags(dependence_page(model, frame, y)).texts)
     explained = model.explain(frame.iloc[[0]])
     background = frame.iloc[np.sort(np.random.default_rng(0).permutation(100)[:200])].iloc[:50]
     others = model.explain(background).contributions.mean(0)
