@@ -1,14 +1,15 @@
 """The additive estimators beside explainable boosting machines and pyGAM, and their bands.
 
     pip install -e '.[peers]'
+    pip install --no-deps pygam progressbar2 python-utils
     python -m experiments.additive
     python -m experiments.additive --quick
 
 `DAKAdditiveRegressor()` and `DAKAdditiveRegressor(pairs="auto")` with their defaults; EBM of the
 package interpret without and with pairs, and `LinearGAM` of pyGAM with its smoothness from a grid
-search, on random 90/10 splits. `simulated` draws tables of six independent columns, whose functions
-are known, and counts where the 95 % bands of the shape functions hold them. A run that is recorded
-already is not made again.
+search, on random 90/10 splits. (pyGAM asks for an older scipy, and works with newer ones.)
+`simulated` draws tables of six independent columns, whose functions are known, and counts where the
+95 % bands of the shape functions hold them. A run that is recorded already is not made again.
 """
 
 import math

@@ -523,11 +523,13 @@ def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
     if isinstance(X, pd.DataFrame) or num_bins > 0:
         names = None if isinstance(X, pd.DataFrame) else _names(X.shape[1])
         return learn_columns(pd.DataFrame(X, columns=names, copy=False), categorical, num_bins)
-    names, is_missing = _names(X.shape[1]), np.isnan(X)
-    known = [column[~gaps] for column, gaps in zip(X.T, is_missing.T, strict=True)]
-    medians = [float(np.median(column)) if len(column) else 0.0 for column in known]
-    with_missing = [name for name, gaps in zip(names, is_missing.T, strict=True) if gaps.any()]
-    return Columns(names, dict(zip(names, medians, strict=True)), with_missing)
+    medians, with_missing = {}, []
+    for name, column in zip(_names(X.shape[1]), X.T, strict=True):
+        known = column[~np.isnan(column)]
+        medians[name] = float(np.median(known)) if len(known) else 0.0
+        if len(known) < len(column):
+            with_missing.append(name)
+    return Columns([*medians], medians, with_missing)
 
 
 def _encoded(X: Any, columns: Columns | None) -> Array:
