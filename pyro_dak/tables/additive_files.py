@@ -29,6 +29,8 @@ __all__ = ["read_additive", "stored_name", "write_additive"]
 _VALUES = "n_features_in_ y_mean_ y_scale_ noise_scale_ calibration_ tail_df_".split()
 _ARRAYS = "importances_ importances_std_".split()
 _POSTERIOR = "theta mean root".split()
+# Logarithms of hyper-parameters are smaller, so that predictions are numbers.
+_LARGEST_LOG = 20.0
 
 
 def stored_name(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str | None:
@@ -202,6 +204,8 @@ def _check(state: dict[str, Any], has_classes: bool) -> None:
     for name, (shape, expected) in shapes.items():
         if shape != expected:
             raise ValueError(f"`{name}` has shape {shape}, expected {expected}.")
+    if np.abs(posterior.theta).max() > _LARGEST_LOG:
+        raise ValueError("hyper-parameters are far from those of any table.")
     columns, names = state["columns_"], list(state.get("feature_names_in_", ()))
     own = [t.levels.categories if isinstance(t, CategoryTerm) else None for t in posterior.terms]
     if [columns.categories.get(name) for name in columns.names] != own[:D]:

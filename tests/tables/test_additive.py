@@ -10,7 +10,7 @@ from scipy.stats import norm
 from experiments.additive import simulate
 from pyro_dak import CheckpointError, DAKAdditiveClassifier, DAKAdditiveRegressor
 from pyro_dak.tables.shapes import _design
-from tests.training.runs import edit_config
+from tests.training.runs import edit_config, edit_tensors
 
 RNG = np.random.default_rng(0)
 
@@ -229,6 +229,24 @@ def test_saved_and_loaded_are_the_same(name, request, tmp_path):
 def test_changed_files_are_refused(fitted, tmp_path, change, match):
     path = fitted.save(tmp_path / "model")
     edit_config(path, change)
+    with pytest.raises(CheckpointError, match=match):
+        DAKAdditiveRegressor.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("posterior.theta", lambda t: t + 1e3, "hyper-parameters"),
+        ("posterior.mean", lambda t: t[:, 1:].clone(), "`mean` has shape"),
+        ("posterior.root", lambda t: t[0].clone(), "`root` has shape"),
+        ("term.0.knots", lambda t: t.flip(0), "knots must increase"),
+        ("term.0.ranks", lambda t: t[1:].clone(), "one rank each"),
+        ("importances_", lambda t: t[1:].clone(), "`importances_` has shape"),
+    ],
+)
+def test_changed_tensors_are_refused(fitted, tmp_path, name, change, match):
+    path = fitted.save(tmp_path / "model")
+    edit_tensors(path / "model.safetensors", lambda t: t.update({name: change(t[name])}))
     with pytest.raises(CheckpointError, match=match):
         DAKAdditiveRegressor.load(path)
 
