@@ -502,7 +502,7 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
     ) -> tuple[Array, Array]:
         self.posterior_, noise = fit_numbers(rows, y, terms, start)
         self.noise_scale_ = noise * self.y_scale_
-        residual = (y - self.posterior_.moments(rows.columns)[0][:, 0])[:, None]
+        residual = (y - self.posterior_.means(rows.columns)[:, 0])[:, None]
         return residual, np.full_like(residual, noise**-2)
 
     def _finish(self, rows: Rows, y: Array) -> None:
@@ -537,12 +537,15 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
         """Mean and variance of the function without noise, `(N,)` each, exact and uncalibrated."""
         columns = self._columns(X)
         mean, var = self.posterior_.moments(columns)
-        return self._intercept()[0] + self._unit * mean[:, 0], self._unit**2 * var[:, 0]
+        return self.y_mean_ + self._unit * mean[:, 0], self._unit**2 * var[:, 0]
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y, `(N,)`; with `return_std` also its standard deviation."""
-        prediction = self.predict_dist(X)
-        return (prediction.mean, prediction.std) if return_std else prediction.mean
+        if return_std:
+            prediction = self.predict_dist(X)
+            return prediction.mean, prediction.std
+        columns = self._columns(X)
+        return self.y_mean_ + self._unit * self.posterior_.means(columns)[:, 0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
         """Both ends of the central interval with probability `level`, `(N, 2)`."""

@@ -84,17 +84,21 @@ class Posterior:
         """The hyper-parameters of each term."""
         return _split(self.theta, self.terms)
 
+    def means(self, columns: Sequence[Array]) -> Array:
+        """The mean of f, `(N, F)`; much less work than its variance."""
+        chunks = Rows(list(columns), np.ones(len(columns[0]))).chunks()
+        return np.concatenate([_design(self.terms, chunk) @ self.mean.T for _, chunk in chunks])
+
     def moments(self, columns: Sequence[Array]) -> tuple[Array, Array]:
         """Mean and variance of f, `(N, F)` each."""
-        means, variances = [], []
+        variances = []
         for _, chunk in Rows(list(columns), np.ones(len(columns[0]))).chunks():
             phi = _design(self.terms, chunk)
-            means.append(phi @ self.mean.T)
             var = np.stack([np.square(phi @ root.T).sum(-1) for root in self.root], -1)
             for term, own in zip(self.terms, self.own_theta(), strict=True):
                 var = var + term.lost_variance(chunk, own)[:, None]
             variances.append(var)
-        return np.concatenate(means), np.concatenate(variances)
+        return self.means(columns), np.concatenate(variances)
 
     def term_moments(self, index: int, columns: Sequence[Array]) -> tuple[Array, Array]:
         """Mean and standard deviation of a term, `(N, F)` each, at columns of the table.
