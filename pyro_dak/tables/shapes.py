@@ -35,7 +35,7 @@ _ROUNDS, _LAST_STEPS, _TOLERANCE = 12, 50, 1e-4
 _INTERCEPT_SCALE, _NUM_DRAWS = 5.0, 32
 # Mean and standard deviation of the log noise before the data are seen, and the least log noise,
 # below which sums over rows are not exact enough.
-_LOG_NOISE, _LEAST_LOG_NOISE = (math.log(0.3), 2.0), -6.0
+_LOG_NOISE, _LEAST_LOG_NOISE = (math.log(0.3), 2.0), -5.0
 # Logarithms of hyper-parameters stay between these, and are rounded, so that rounding errors of
 # sums over rows do not show.
 _BOUNDS, _DECIMALS = (-9.0, 6.0), 2

@@ -7,6 +7,6 @@ from pyro_dak import DAKAdditiveClassifier, DAKAdditiveRegressor
 
 
 @pytest.mark.usefixtures("no_type_checker")
-@parametrize_with_checks([DAKAdditiveRegressor(level=3), DAKAdditiveClassifier(level=3)])
+@parametrize_with_checks([DAKAdditiveRegressor(level=2), DAKAdditiveClassifier(level=2)])
 def test_scikit_learn_check(estimator, check):
     check(estimator)
