@@ -157,6 +157,23 @@ class KernelActivation(nn.Module):
         interval = bridge.locate(self._coordinates(h), self.num_inducing, self.delta)
         return bridge.bridge_variance(interval, self.delta)
 
+    def residual_covariance(self, h: Tensor) -> Tensor:
+        """Prior covariance between rows that the nodes do not explain, `(..., P, N, N)`.
+
+        k(h, h') - phi(h) phi(h')^T for the rows of h `(..., N, P)`, with `residual_variance` on the
+        diagonal. For a Markov kernel it is that of bridges between nodes, without a difference.
+        """
+        rows = h.mT  # (..., P, N)
+        if self.has_local_route:
+            x = self._coordinates(rows)
+            interval = bridge.locate(x, self.num_inducing, self.delta)
+            return bridge.bridge_covariance(interval, x, self.delta)
+        phi = self.features(h).transpose(-3, -2)  # (..., P, N, M)
+        prior = self.kernel.of_distance((rows.unsqueeze(-1) - rows.unsqueeze(-2)).abs())
+        lost = prior - phi @ phi.mT
+        own = lost.diagonal(dim1=-2, dim2=-1)
+        return lost + torch.diag_embed(own.clamp(min=0) - own)
+
     def node_values(self, z: Tensor) -> Tensor:
         """g(U) = L_U z at the sorted nodes, `(..., M)`, from weights in level order."""
         constants = self.local_constants(z)
