@@ -21,6 +21,8 @@ ORDER = (
     "prediction",
     "training",
     "diagnostics",
+    "acting",
+    "botorch",
     "tables",
 )
 TORCH_ONLY = ("validation", "fast", "additive")

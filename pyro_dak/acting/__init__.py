@@ -1,0 +1,1 @@
+"""Acting on uncertainty: surrogates for optimisation, and rows worth a label."""
