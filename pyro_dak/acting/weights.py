@@ -41,17 +41,24 @@ class GaussianWeights:
         return cls(loc, scale.unsqueeze(-2), empty.new_zeros(*loc.shape[:1], 0, loc.shape[1]))
 
     @classmethod
-    def of(cls, posterior: Posterior) -> "GaussianWeights":
-        """The weights of a guide with joint covariance within functions, without gradients."""
+    def of(cls, posterior: Posterior, with_shift: bool = True) -> "GaussianWeights":
+        """The weights of a guide with joint covariance within functions, without gradients.
+
+        A shift that functions share, as those of classes do, is no part of it: the likelihood does
+        not see it. Where f itself is asked for, `with_shift` refuses such a guide.
+        """
         guide = as_guide(posterior)
-        if not isinstance(guide, TrilGuide):
+        is_diagonal = isinstance(guide, NaturalGuide) and guide.covariance == "diagonal"
+        if not isinstance(guide, TrilGuide) or is_diagonal:
             raise NotImplementedError(
                 "A joint covariance among the weights of a function is needed: that of "
                 "`exact_posterior`, FullRankGuide, or NaturalGuide with covariance "
                 f'"joint" or "shared"; got {type(guide or posterior).__name__}.'
             )
-        if isinstance(guide, NaturalGuide) and guide.has_common_shift:
-            raise NotImplementedError("Functions that share a shift, as those of classes do.")
+        if with_shift and isinstance(guide, NaturalGuide) and guide.has_common_shift:
+            raise NotImplementedError(
+                "The functions of classes share a shift, and with it they are not independent."
+            )
         loc = guide.loc.detach().clone()
         F, K = loc.shape
         root = guide.scale_tril.detach().expand(F, K, K)
