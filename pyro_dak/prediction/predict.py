@@ -201,7 +201,11 @@ def components(
 
 
 class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
-    """Functions drawn from a posterior: `draws(x)` is `(S, N, F)`, `draws[i](x)` is `(N, F)`."""
+    """Functions drawn from a posterior: `draws(x)` is `(S, N, F)`, `draws[i](x)` is `(N, F)`.
+
+    Values have gradients in x if x asks for them. Inputs may have a batch in front, `(*b, N, ...)`,
+    if the model knows the shape of a row; values are then `(S, *b, N, F)`.
+    """
 
     def __init__(self, model: DAK, sites: dict[str, Tensor]):
         self.model, self.sites = model, sites
@@ -211,16 +215,21 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
 
     def __call__(self, x: Tensor) -> Tensor:
         check_inputs(self.model, x)
+        shape = self.model.input_shape or tuple(x.shape[1:])
+        batch = x.shape[: max(1, x.dim() - len(shape))]  # (*b, N)
+        x = x.reshape(-1, *x.shape[len(batch) :])
+        has_gradients = torch.is_grad_enabled() and x.requires_grad
         with (
             explaining(self.model, x),
             evaluating(self.model),
             known_sites(self.model, for_y=False),
+            torch.set_grad_enabled(has_gradients),
         ):
             h = self.model.unit_inputs(x)
             check_finite("unit_inputs", h)
             f = self.model.functions(h, self.sites)
             check_finite("f", f)
-        return f
+        return f.unflatten(-2, batch)
 
     def __getitem__(self, index: int) -> "Callable[[Tensor], Tensor]":  # type: ignore[override]
         if not isinstance(index, slice):
