@@ -1,6 +1,8 @@
 """Simple peers that several experiments compare with: an ensemble of networks in one pass."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,36 +40,55 @@ class NetworkEnsemble(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of all members, `(E, *b, C)`, at x `(*b, D)`."""
-        h = x.reshape(1, -1, x.shape[-1]).expand(len(self.weights[0]), -1, -1)
-        last = len(self.weights) - 1
-        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            h = torch.baddbmm(bias, h, weight)
-            if number < last:
-                h = nn.functional.silu(h)
-                if self.dropout > 0:
-                    h = nn.functional.dropout(h, self.dropout)
-        return h.reshape(len(h), *x.shape[:-1], -1)
+        return self._layer(self.hidden(x), len(self.weights) - 1)
 
-    def fit(
+    def hidden(self, x: Tensor) -> Tensor:
+        """The last hidden layer of all members, `(E, *b, width)`, at x `(*b, D)`."""
+        h = x.expand(len(self.weights[0]), *x.shape)
+        for number in range(len(self.weights) - 1):
+            h = nn.functional.silu(self._layer(h, number))
+            if self.dropout > 0:
+                h = nn.functional.dropout(h, self.dropout)
+        return h
+
+    def _layer(self, h: Tensor, number: int) -> Tensor:
+        rows = h.reshape(len(h), -1, h.shape[-1])
+        rows = torch.baddbmm(self.biases[number], rows, self.weights[number])
+        return rows.reshape(*h.shape[:-1], -1)
+
+    def fit(self, x: Tensor, y: Tensor, **options: Any) -> None:
+        """Minimise squared errors, or the cross entropy for labels `(N,)`."""
+        self._minimize(lambda: self._loss(self(x), y), **options)
+
+    def fit_chosen(self, x: Tensor, outputs: Tensor, y: Tensor, **options: Any) -> None:
+        """Minimise squared errors of one output a row, `outputs` `(N,)`, whose values are y."""
+
+        def loss() -> Tensor:
+            f = self(x)  # (E, N, C)
+            chosen = f.gather(-1, outputs.expand(len(f), -1).unsqueeze(-1)).squeeze(-1)
+            return (chosen - y).square().mean(-1).sum()
+
+        self._minimize(loss, **options)
+
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The sum of the losses of the members."""
+        if y.is_floating_point():
+            return (f - y).square().mean((-2, -1)).sum()
+        labels = y.expand(len(f), -1).flatten()
+        return len(f) * nn.functional.cross_entropy(f.flatten(0, 1), labels)
+
+    def _minimize(
         self,
-        x: Tensor,
-        y: Tensor,
+        loss_fn: Callable[[], Tensor],
         num_steps: int = 300,
         learning_rate: float = 1e-2,
         weight_decay: float = 1e-4,
     ) -> None:
-        """Minimise squared errors, or the cross entropy for labels `(N,)`, by full-batch AdamW."""
+        """Full-batch AdamW with a cosine schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), learning_rate, weight_decay=weight_decay)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
         for _ in range(num_steps):
             optimizer.zero_grad()
-            outputs = self(x)
-            if y.is_floating_point():
-                loss = (outputs - y).square().mean((-2, -1)).sum()
-            else:
-                labels = y.expand(len(outputs), -1).flatten()
-                loss = nn.functional.cross_entropy(outputs.flatten(0, 1), labels)
-                loss = loss * len(outputs)
-            loss.backward()
+            loss_fn().backward()
             optimizer.step()
             schedule.step()
