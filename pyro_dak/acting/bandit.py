@@ -15,6 +15,8 @@ __all__ = ["ThompsonBandit"]
 
 # Rows of an arm that enter the evidence, steps of the fit, and rewards that call for a fit at once.
 _MAX_ROWS, _MAX_STEPS, _FAR = 200, 15, 10.0
+# The prior of the lengthscales, and how far they and the unit scales go from it, in logarithms.
+_LENGTHSCALE, _DEVIATION = 0.25, 0.2
 
 
 class ThompsonBandit:
@@ -24,7 +26,9 @@ class ThompsonBandit:
     `build_surrogate` and a `NaturalGuide`, which is conditioned on every reward as it comes, in
     O(K^2). Lengthscales, unit scales and noise are those of the evidence, found anew every
     `refresh_every` rounds, and when a reward lies far outside of what was seen; the posterior is
-    then that of all rewards. Until every arm has been tried `num_trials` times, they take turns.
+    then that of all rewards. Lengthscales and scales stay near those of the prior, in units of the
+    rewards seen so far: an arm that has paid the same everywhere may pay more where it was not
+    tried. Until every arm has been tried `num_trials` times, they take turns.
 
     Args:
         num_inputs: D, the columns of a context.
@@ -53,7 +57,11 @@ class ThompsonBandit:
             check_integer(name, value, minimum=1)
         self.num_inputs, self.num_arms = num_inputs, num_arms
         self.refresh_every, self.num_trials = refresh_every, num_trials
-        options = {"num_directions": 14} | options
+        options = {
+            "num_directions": 14,
+            "lengthscale": _LENGTHSCALE,
+            "log_deviation": _DEVIATION,
+        } | options
         self.models = [build_surrogate(num_inputs, **options).double() for _ in range(num_arms)]
         self.guides = [NaturalGuide(model) for model in self.models]
         self._start = [model.layer.log_unit_scale.detach().clone() for model in self.models]
@@ -129,6 +137,7 @@ class ThompsonBandit:
                 contexts[some],
                 y[some],
                 log_unit_scale=self._start[arm],
+                log_deviation=_DEVIATION,
                 max_steps=_MAX_STEPS,
             )
             guide.update(model, contexts[rows], y[rows])

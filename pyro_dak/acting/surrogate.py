@@ -40,6 +40,7 @@ class Projections(nn.Module):
         num_directions: random directions beside the columns; none if there is one column.
         hidden_size: the width of the network g; 0 leaves it out.
         lengthscale: of the columns at the start and at the mode of its prior; the cube has width 1.
+        log_deviation: standard deviation of its logarithm in the prior.
         seed: of directions and network.
     """
 
@@ -51,10 +52,12 @@ class Projections(nn.Module):
         num_directions: int,
         hidden_size: int = 0,
         lengthscale: float = 0.5,
+        log_deviation: float = 1.0,
         seed: int = 0,
     ):
         super().__init__()
         check_positive("lengthscale", lengthscale)
+        check_positive("log_deviation", log_deviation)
         check_integer("num_inputs", num_inputs, minimum=1)
         check_integer("num_directions", num_directions, minimum=0)
         check_integer("hidden_size", hidden_size, minimum=0)
@@ -62,7 +65,7 @@ class Projections(nn.Module):
         vectors = torch.randn(num_directions if D > 1 else 0, D, generator=generator)
         vectors = nn.functional.normalize(vectors, dim=-1)
         self.register_buffer("directions", torch.cat([torch.eye(D), vectors]))
-        self.prior_loc = -math.log(lengthscale)
+        self.prior_loc, self.log_deviation = -math.log(lengthscale), log_deviation
         self.log_inverse_lengthscale = nn.Parameter(torch.full((D,), self.prior_loc))
         self.bend_in = self.bend_out = None
         if hidden_size > 0:
@@ -87,7 +90,8 @@ class Projections(nn.Module):
 
     def log_prior(self) -> Tensor:
         """log density of the parameters, up to a constant: a around its start, g around zero."""
-        total = -0.5 * (self.log_inverse_lengthscale - self.prior_loc).square().sum()
+        shift = (self.log_inverse_lengthscale - self.prior_loc) / self.log_deviation
+        total = -0.5 * shift.square().sum()
         for layer, scale in ((self.bend_in, 1.0), (self.bend_out, 0.1)):
             if layer is not None:
                 total = total - sum((p / scale).square().sum() for p in layer.parameters()) / 2
@@ -101,6 +105,7 @@ def build_surrogate(
     num_directions: int = 32,
     hidden_size: int = 0,
     lengthscale: float = 0.5,
+    log_deviation: float = 1.0,
     kernel: Kernel | None = None,
     noise_scale: float = 0.05,
     seed: int = 0,
@@ -115,12 +120,15 @@ def build_surrogate(
         num_directions: random directions, each a unit.
         hidden_size: the width of the network that bends the cube; 0 leaves it out.
         lengthscale: of the columns in the prior; the cube has width 1.
+        log_deviation: standard deviation of its logarithm in the prior.
         kernel: of the units, in whose lengthscale the grid is measured; by default `RBFKernel()`,
             for functions as smooth as those that one optimises by gradients of a surrogate.
         noise_scale: the standard deviation of the noise before it is learned.
         seed: of the directions.
     """
-    features = Projections(num_inputs, num_directions, hidden_size, lengthscale, seed)
+    features = Projections(
+        num_inputs, num_directions, hidden_size, lengthscale, log_deviation, seed
+    )
     D, P = num_inputs, features.num_units
     kernel = RBFKernel() if kernel is None else kernel
     half = _HALF_WIDTH * kernel.lengthscale
@@ -152,15 +160,16 @@ def maximize_evidence(
     *,
     residual_variance: bool = True,
     log_unit_scale: Tensor | None = None,
+    log_deviation: float = 1.0,
     weight_decay: float = 1e-2,
     max_steps: int = 60,
 ) -> float:
     """Set network, unit scales and noise to a maximum of log p(y | x) + log prior, and return it.
 
     All rows enter every step of L-BFGS, so this is for hundreds of rows. The weights are integrated
-    out. Logarithms of the unit scales have a normal prior with deviation 1, those of the noise one
-    with deviation 1.5 around 0.05 of standardised outcomes. A network may have a method `log_prior`
-    of its own; of others the squares of the parameters count `weight_decay` / 2 times.
+    out. Logarithms of the unit scales have a normal prior, and so has that of the noise, around
+    0.05 of standardised outcomes. A network may have a method `log_prior` of its own; of others the
+    squares of the parameters count `weight_decay` / 2 times.
 
     Args:
         model: with `GaussianLikelihood`; changed in place, and left in eval mode.
@@ -169,10 +178,12 @@ def maximize_evidence(
         residual_variance: as in `exact_posterior`.
         log_unit_scale: the centre of the prior of the unit scales, `(P,)`; by default where they
             start.
+        log_deviation: standard deviation of that prior.
         weight_decay: for networks without a prior.
         max_steps: iterations of L-BFGS; with 0 nothing changes.
     """
     check_not_negative("weight_decay", weight_decay)
+    check_positive("log_deviation", log_deviation)
     check_integer("max_steps", max_steps, minimum=0)
     model.eval()
     own = model.layer.log_unit_scale
@@ -183,7 +194,10 @@ def maximize_evidence(
         evidence = log_evidence(model, h, y, residual_variance=residual_variance).sum()
         likelihood: Any = model.likelihood
         log_noise = likelihood.noise.log_scale
-        shares = [(model.layer.log_unit_scale - centre), (log_noise - _NOISE_LOC) / _NOISE_SCALE]
+        shares = [
+            (model.layer.log_unit_scale - centre) / log_deviation,
+            (log_noise - _NOISE_LOC) / _NOISE_SCALE,
+        ]
         return (
             evidence
             + _log_prior(model, weight_decay)
