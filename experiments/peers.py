@@ -60,6 +60,16 @@ class NetworkEnsemble(nn.Module):
         """Minimise squared errors, or the cross entropy for labels `(N,)`."""
         self._minimize(lambda: self._loss(self(x), y), **options)
 
+    def fit_normal(self, x: Tensor, y: Tensor, **options: Any) -> None:
+        """Maximise the density of y `(N, 1)` under normals with means and log variances."""
+
+        def loss() -> Tensor:
+            mean, log_var = self(x).chunk(2, -1)
+            log_var = log_var.clamp(-10, 10)
+            return 0.5 * (log_var + (y - mean).square() / log_var.exp()).mean((-2, -1)).sum()
+
+        self._minimize(loss, **options)
+
     def fit_chosen(self, x: Tensor, outputs: Tensor, y: Tensor, **options: Any) -> None:
         """Minimise squared errors of one output a row, `outputs` `(N,)`, whose values are y."""
 

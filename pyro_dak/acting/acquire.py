@@ -71,9 +71,10 @@ def acquire(
             f over that of the noise. "bald" takes the largest mutual information between label and
             weights: for Gaussian noise the sum of log(1 + k Var f) / 2, for classes the entropy of
             the probabilities minus the expected entropy, over draws of f. "batch_bald_greedy" does
-            so for all labels of the batch together, over draws of the weights; for Gaussian noise
-            this is "bald". "thompson" takes, for each row, one function drawn from the posterior
-            and the row where it is largest.
+            so for all labels of the batch together, over draws of the weights; the labels can tell
+            no more than the logarithm of the number of draws. For Gaussian noise it is "bald".
+            "thompson" takes, for each row, one function drawn from the posterior and the row where
+            it is largest.
         output: the function that "thompson" maximises; for classes the probability of this one.
         num_samples: draws for mutual information.
         chunk_size: rows of the pool at a time.

@@ -26,9 +26,10 @@ class ThompsonBandit:
     `build_surrogate` and a `NaturalGuide`, which is conditioned on every reward as it comes, in
     O(K^2). Lengthscales, unit scales and noise are those of the evidence, found anew every
     `refresh_every` rounds, and when a reward lies far outside of what was seen; the posterior is
-    then that of all rewards. Lengthscales and scales stay near those of the prior, in units of the
-    rewards seen so far: an arm that has paid the same everywhere may pay more where it was not
-    tried. Until every arm has been tried `num_trials` times, they take turns.
+    then that of all rewards. Lengthscales and scales stay near those of the prior, whose standard
+    deviation is the size of the rewards, their root mean square so far: an arm that has paid the
+    same everywhere may pay twice as much where it was not tried. Until every arm has been tried
+    `num_trials` times, they take turns.
 
     Args:
         num_inputs: D, the columns of a context.
@@ -123,7 +124,7 @@ class ThompsonBandit:
         contexts, arms = torch.cat(self._contexts), torch.tensor(self._arms)
         rewards = torch.tensor(self._rewards, dtype=contexts.dtype)
         self._loc = float(rewards.mean())
-        self._scale = max(float(rewards.std(correction=0)), 1e-6 * max(1.0, abs(self._loc)))
+        self._scale = max(float(rewards.square().mean().sqrt()), 1e-12)
         self._num_since = 0
         y = ((rewards - self._loc) / self._scale).unsqueeze(-1)
         for arm, model in enumerate(self.models):
