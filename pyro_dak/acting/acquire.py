@@ -177,7 +177,7 @@ class _WeightScores(_Scores):
     num_samples = 0  # draws of f for mutual information; 0 for closed forms
 
     def __init__(self, model: DAK, likelihood: Likelihood, posterior: Posterior, by_variance: bool):
-        weights = GaussianWeights.of(posterior, with_shift=False)
+        weights = GaussianWeights.of(posterior, model, with_shift=False)
         self.model, self.likelihood, self.by_variance = model, likelihood, by_variance
         self.loc = weights.loc.double()
         root = weights.root.double()

@@ -9,7 +9,14 @@ from pyro_dak.acting.surrogate import build_surrogate, maximize_evidence
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.model.modes import evaluating
-from pyro_dak.validation import check_finite, check_integer, check_real, check_tensor
+from pyro_dak.validation import (
+    check_finite,
+    check_has_values,
+    check_integer,
+    check_real,
+    check_seed,
+    check_tensor,
+)
 
 __all__ = ["ThompsonBandit"]
 
@@ -36,7 +43,7 @@ class ThompsonBandit:
         num_arms: A.
         refresh_every: rounds between two fits.
         num_trials: turns of each arm at the start.
-        seed: of the draws.
+        seed: of the draws; None is 0.
         options: further arguments of `build_surrogate`.
     """
 
@@ -47,7 +54,7 @@ class ThompsonBandit:
         *,
         refresh_every: int = 200,
         num_trials: int = 3,
-        seed: int = 0,
+        seed: int | None = None,
         **options: Any,
     ):
         for name, value in (
@@ -56,6 +63,7 @@ class ThompsonBandit:
             ("num_trials", num_trials),
         ):
             check_integer(name, value, minimum=1)
+        check_seed("seed", seed)
         self.num_inputs, self.num_arms = num_inputs, num_arms
         self.refresh_every, self.num_trials = refresh_every, num_trials
         options = {
@@ -71,7 +79,7 @@ class ThompsonBandit:
         self._rewards: list[float] = []
         self._loc, self._scale = 0.0, 1.0
         self._num_since = 0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0 if seed is None else int(seed))
 
     @property
     def num_rounds(self) -> int:
@@ -146,6 +154,7 @@ class ThompsonBandit:
     def _checked(self, context: Tensor) -> Tensor:
         """The context as a row `(1, D)` in double precision."""
         check_tensor("context", context)
+        check_has_values("context", context)
         if context.shape != (self.num_inputs,):
             raise ValueError(
                 f"`context` must have shape ({self.num_inputs},), one number per column; got "

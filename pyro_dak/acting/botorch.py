@@ -121,7 +121,7 @@ class DAKModel(Model, FantasizeMixin):
         self = cls.__new__(cls)
         Model.__init__(self)
         self._set_transforms(input_transform, outcome_transform, model.num_outputs)
-        self._finish(model, GaussianWeights.of(posterior), residual_variance)
+        self._finish(model, GaussianWeights.of(posterior, model), residual_variance)
         return self
 
     def _set_transforms(

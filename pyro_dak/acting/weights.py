@@ -8,6 +8,7 @@ from torch import Tensor
 from pyro_dak.inference.draws import Posterior, as_guide
 from pyro_dak.inference.exact import checked_normal_priors
 from pyro_dak.inference.guides import NaturalGuide
+from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.inference.guides.joint import TrilGuide, flat_priors
 from pyro_dak.model.dak import DAK
 
@@ -41,8 +42,8 @@ class GaussianWeights:
         return cls(loc, scale.unsqueeze(-2), empty.new_zeros(*loc.shape[:1], 0, loc.shape[1]))
 
     @classmethod
-    def of(cls, posterior: Posterior, with_shift: bool = True) -> "GaussianWeights":
-        """The weights of a guide with joint covariance within functions, without gradients.
+    def of(cls, posterior: Posterior, model: DAK, with_shift: bool = True) -> "GaussianWeights":
+        """The weights of a guide of the model with joint covariance within functions.
 
         A shift that functions share, as those of classes do, is no part of it: the likelihood does
         not see it. Where f itself is asked for, `with_shift` refuses such a guide.
@@ -55,6 +56,7 @@ class GaussianWeights:
                 "`exact_posterior`, FullRankGuide, or NaturalGuide with covariance "
                 f'"joint" or "shared"; got {type(guide or posterior).__name__}.'
             )
+        check_guide(model, guide)
         if with_shift and isinstance(guide, NaturalGuide) and guide.has_common_shift:
             raise NotImplementedError(
                 "The functions of classes share a shift, and with it they are not independent."

@@ -38,6 +38,7 @@ from pyro_dak.validation import (
     check_choice,
     check_finite,
     check_floating,
+    check_has_values,
     check_integer,
     check_kind,
     check_real,
@@ -177,6 +178,7 @@ class NaturalGuide(TrilGuide):
             own = self._buffers[name]
             assert own is not None
             check_floating(name, value)
+            check_has_values(name, value)
             check_finite(name, value)
             if value.shape != own.shape:
                 raise ValueError(
