@@ -18,7 +18,7 @@ from typing import Any
 import pyro
 import torch
 
-from benchmarks import growth, images, race, serving, training
+from benchmarks import growth, images, natural, race, serving, training
 from benchmarks.steps import Row
 
 __all__ = ["CASES", "format_rows", "main", "measure", "run"]
@@ -26,6 +26,7 @@ __all__ = ["CASES", "format_rows", "main", "measure", "run"]
 CASES: dict[str, Callable[[int, bool], list[Row]]] = {
     "training": training.run,
     "images": images.run,
+    "natural": natural.run,
     "serving": serving.run,
     "growth": growth.run,
     "race": race.run,

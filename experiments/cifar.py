@@ -21,6 +21,7 @@ import typer
 import models.images
 from experiments import images
 from experiments.runs import Job, result_directory, start
+from models.shared.image_backbones import BACKBONES
 from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
@@ -99,8 +100,15 @@ PRESETS = {
 }
 
 
-def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: Any) -> Job:
-    """The job of a model on a data set."""
+def make_job(
+    preset: str,
+    dataset: str,
+    model: str,
+    recipe: Recipe,
+    backbone: str | None = None,
+    **others: Any,
+) -> Job:
+    """The job of a model on a data set, with the backbone of the preset or another."""
     chosen = PRESETS[preset]
     has_units = model not in (*images.PLAIN, "dak_features", "dak_natural")
     options: dict[str, Any] = {"num_units": chosen.num_units[dataset]} if has_units else {}
@@ -114,7 +122,7 @@ def make_job(preset: str, dataset: str, model: str, recipe: Recipe, **others: An
         recipe = replace(recipe, **chosen.dak_recipe.get(dataset, {}))
     if model == "dak_features":
         options.pop("embedding", None)  # it never has one
-    backbone = chosen.backbones[dataset]
+    backbone = backbone or chosen.backbones[dataset]
     return images.make_job(dataset, model, backbone, recipe, options, preset=preset, **others)
 
 
@@ -122,6 +130,7 @@ def main(
     dataset: Annotated[list[str] | None, typer.Option(help="cifar10, cifar100; both.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Models of the board.")] = None,
     preset: Annotated[str, typer.Option(help="small or paper.")] = "small",
+    backbone: Annotated[str | None, typer.Option(help="Instead of the preset's.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seeds; 0.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="128, or the paper's 1024.")] = None,
@@ -140,6 +149,8 @@ def main(
 ) -> None:
     """Make the runs, then write the tables and the figures."""
     check_choice("preset", preset, PRESETS)
+    if backbone is not None:
+        check_choice("backbone", backbone, BACKBONES)
     recipe = PRESETS[preset].recipe
     datasets = dataset or (["cifar10"] if quick else list(DATASETS))
     names = model or (["nn", "dak_mc"] if quick else list(MODELS))
@@ -169,6 +180,7 @@ def main(
                         set_name,
                         name,
                         replace(base, seed=number, epochs=own_epochs, fixed_features=is_tuned),
+                        backbone,
                         pretrained="nn" if is_tuned else None,
                         pretrained_epochs=base.epochs if is_other else None,
                         full=full,

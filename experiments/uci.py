@@ -31,6 +31,7 @@ from experiments import paper
 from experiments.datasets import load_regression
 from experiments.report import add_spread, announce_report, markdown_table, newest, save_figure
 from experiments.runs import Job, Line, result_directory, run_all, start
+from models.shared.backbones import BACKBONES
 from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.calibration import coverage_curve, gaussian_pit
 from pyro_dak.diagnostics.scores import (
@@ -44,7 +45,7 @@ from pyro_dak.prediction import Prediction
 from pyro_dak.validation import check_choice
 
 PAPER_SETS = ("wine", "gas", "parkinsons", "kin40k", "protein", "keggdirected")
-BASELINES = ("nn", "nn_svgp", "svdkl", "avdkl")
+BASELINES = ("nn", "nn_bn", "nn_svgp", "svdkl", "avdkl")
 MODELS = ("dak_cf", "dak_mc", *BASELINES)
 LEVELS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 # The noise variance of an untrained GPyTorch likelihood, through which the paper's NLPD is taken.
@@ -88,6 +89,7 @@ PRESETS = {
             "dak_cf": _PAPER_DAK,
             "dak_mc": _PAPER_DAK,
             "nn": {"noise_scale": 0.1, "learn_noise": False},
+            "nn_bn": {"noise_scale": 0.1, "learn_noise": False},
         },
     ),
     # Chosen on rows held out from the training part of fold 0. AV-DKL has a tanh on its features.
@@ -98,6 +100,7 @@ PRESETS = {
             "dak_cf": _BEST_DAK,
             "dak_mc": _BEST_DAK,
             "nn": {"relu_output": True},
+            "nn_bn": {"relu_output": True},
             "nn_svgp": {"relu_output": True},
             "svdkl": {"relu_output": True, "is_dense": True},
         },
@@ -117,8 +120,9 @@ def make_job(
     epochs: int | None = None,
     max_rows: int | None = None,
     device: str = "cpu",
+    backbone: str = "mlp",
 ) -> Job:
-    """The job of one fold of a data set with a model."""
+    """The job of one fold of a data set with a model, on the paper's backbone or another."""
     chosen = PRESETS[preset]
     epochs = epochs or chosen.recipe.epochs
     recipe = replace(chosen.recipe, seed=seed + fold, device=device, epochs=epochs)
@@ -131,6 +135,8 @@ def make_job(
         "recipe": asdict(recipe),
         "options": chosen.options.get(model, {}),
     }
+    if backbone != "mlp":
+        settings["options"] = settings["options"] | {"backbone": backbone}
     return Job("uci", dataset, model, seed, settings)
 
 
@@ -407,6 +413,7 @@ def main(
     num_folds: Annotated[int, typer.Option("--folds", help="Folds of the data.")] = 5,
     only_folds: Annotated[int | None, typer.Option(help="Run only so many of them.")] = None,
     preset: Annotated[str, typer.Option(help="paper or best.")] = "best",
+    backbone: Annotated[str, typer.Option(help="mlp; residual_mlp for dak and nn.")] = "mlp",
     epochs: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     seed: Annotated[int, typer.Option(help="Of models and batches.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -419,6 +426,7 @@ def main(
 ) -> None:
     """Make the runs, then write the table and the figures."""
     check_choice("preset", preset, PRESETS)
+    check_choice("backbone", backbone, BACKBONES)
     names = model or (["dak_cf", "nn"] if quick else list(MODELS))
     for name in names:
         check_choice("model", name, models.names())
@@ -435,6 +443,7 @@ def main(
             epochs=epochs or (2 if quick else None),
             max_rows=100 if quick else None,
             device=device,
+            backbone=backbone,
         )
         for set_name in dataset or (["diabetes"] if quick else PAPER_SETS)
         for name in names

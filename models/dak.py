@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models.shared.backbones import backbone
+from models.shared import backbones
 from pyro_dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 
@@ -15,11 +15,15 @@ def build(
     level: int = 3,
     likelihood: Likelihood | None = None,
     relu_output: bool = False,
+    backbone: str = "mlp",
     **options: Any,
 ) -> DAK:
-    """The `DAK` itself, without training. The options are those of `DAK`."""
+    """The `DAK` itself, without training, on a `backbone` of `models.shared.backbones`.
+
+    The options are those of `DAK`.
+    """
     return DAK(
-        backbone(input_dim, feature_dim, relu_output=relu_output),
+        backbones.backbone(input_dim, feature_dim, relu_output=relu_output, name=backbone),
         feature_dim=feature_dim,
         num_units=num_units,
         num_outputs=num_outputs,

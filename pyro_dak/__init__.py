@@ -21,6 +21,7 @@ from pyro_dak.inference.guides import (
 from pyro_dak.inference.mcmc.nuts import run_nuts
 from pyro_dak.inference.natural import NaturalVI
 from pyro_dak.inference.objectives import ClosedFormELBO, JensenELBO, LocalReparamELBO
+from pyro_dak.model.additive_gp import AdditiveGP
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import (
     BernoulliLikelihood,
@@ -34,6 +35,7 @@ from pyro_dak.model.priors import (
     GammaScalePrior,
     HorseshoePrior,
     LaplacePrior,
+    LogNormalPrior,
     NormalPrior,
     StudentTPrior,
 )
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DAK",
+    "AdditiveGP",
     "BernoulliLikelihood",
     "CategoricalLikelihood",
     "CheckpointError",
@@ -69,6 +72,7 @@ __all__ = [
     "LaplaceKernel",
     "LaplacePrior",
     "LocalReparamELBO",
+    "LogNormalPrior",
     "LowRankGuide",
     "MaternKernel",
     "MeanFieldGuide",

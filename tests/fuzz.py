@@ -74,6 +74,7 @@ METHODS = {
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
+    "MixturePrediction": "",  # as those of Prediction
     "Novelty": "",
     "Summary": "",
     "*ELBO": "differentiable_loss loss loss_and_grads terms",
@@ -85,9 +86,9 @@ METHODS = {
 # Results of functions that are attacked, and errors; nobody makes them by hand.
 RESULTS = (
     "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding "
-    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun Novelty NoveltyScores "
-    "PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError TrilGuide "
-    "Weights evaluating local_parameters log_ratios"
+    "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun MixturePrediction Novelty "
+    "NoveltyScores PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError "
+    "TrilGuide Weights evaluating local_parameters log_ratios"
 ).split()
 
 Arguments = dict[str, Any]
@@ -359,6 +360,11 @@ def some_samples(model: DAK, num_samples: int = 30) -> dict[str, Tensor]:
     return {n: torch.randn(num_samples, *shape) for n, shape in model.site_shapes.items()}
 
 
+def with_posterior(arguments: Arguments) -> Arguments:
+    """Arguments of functions that take any posterior: the guide under that name."""
+    return {**without(arguments, "guide"), "posterior": arguments["guide"]}
+
+
 def without(arguments: Arguments, *names: str) -> Arguments:
     return {name: value for name, value in arguments.items() if name not in names}
 
@@ -618,13 +624,14 @@ def _is_prediction(prediction: Any, arguments: Arguments) -> bool:
 @target("predict", is_right=_is_prediction)
 def _(name: str) -> Any:
     options = {"num_samples": 5, "residual_variance": False, "seed": 2, "chunk_size": 4}
-    return pyro_dak.predict, {**without(case(), "y"), **options, "progress": False}
+    return pyro_dak.predict, {**with_posterior(without(case(), "y")), **options, "progress": False}
 
 
 @target("predict: classes", is_right=_is_prediction, numbers="any")
 def _(name: str) -> Any:
     options = {"method": "mc", "num_samples": 5, "residual_variance": True, "seed": 2}
-    return pyro_dak.predict, {**without(case("categorical"), "y"), **options, "progress": False}
+    arguments = with_posterior(without(case("categorical"), "y"))
+    return pyro_dak.predict, {**arguments, **options, "progress": False}
 
 
 @target("predict: autoguide", is_right=_is_prediction, cost=4)
@@ -633,7 +640,8 @@ def _(name: str) -> Any:
     guide = AutoNormal(arguments["model"])
     with torch.no_grad():
         guide(arguments["x"], None)
-    return pyro_dak.predict, {**arguments, "guide": guide, "num_samples": 4, "progress": False}
+    arguments = {**without(arguments, "guide"), "posterior": guide}
+    return pyro_dak.predict, {**arguments, "num_samples": 4, "progress": False}
 
 
 def _is_calibration(result: Any, arguments: Arguments) -> bool:
@@ -645,12 +653,13 @@ def _is_calibration(result: Any, arguments: Arguments) -> bool:
 def _(name: str) -> Any:
     rows = {"x_val": torch.randn(2 * N, D), "y_val": torch.randn(2 * N, 1)}
     options = {"num_samples": 5, "residual_variance": False, "seed": 2, "chunk_size": 5}
-    return pyro_dak.calibrate, {**without(case(), "x", "y"), **rows, **options, "progress": False}
+    arguments = with_posterior(without(case(), "x", "y"))
+    return pyro_dak.calibrate, {**arguments, **rows, **options, "progress": False}
 
 
 @target("calibrate: classes", is_right=_is_calibration, cost=4, numbers="any")
 def _(name: str) -> Any:
-    arguments = without(case("categorical"), "x", "y")
+    arguments = with_posterior(without(case("categorical"), "x", "y"))
     x = torch.randn(4 * N, D)
     y = pyro_dak.predict(**arguments, x=x).label
     y[:3] = (y[:3] + 1) % 3
@@ -660,7 +669,7 @@ def _(name: str) -> Any:
 
 @target("learn_novelty", "learn_novelty: classes", cost=4)
 def _(name: str) -> Any:
-    arguments = case("categorical" if "classes" in name else "gaussian")
+    arguments = with_posterior(case("categorical" if "classes" in name else "gaussian"))
 
     def learn_and_look(**options: Any) -> Any:
         pyro_dak.learn_novelty(**options)
@@ -673,7 +682,8 @@ def _(name: str) -> Any:
 @target("Prediction.strangeness", "ClassPrediction.strangeness",
         is_right=lambda scores, arguments: scores.shape == (N,))  # fmt: skip
 def _(name: str) -> Any:
-    arguments = without(case("categorical" if "Class" in name else "gaussian"), "y")
+    kind = "categorical" if "Class" in name else "gaussian"
+    arguments = with_posterior(without(case(kind), "y"))
     pyro_dak.learn_novelty(**arguments, progress=False)
     prediction = pyro_dak.predict(**arguments, num_samples=5, seed=0, progress=False)
     return prediction.strangeness, {"score": "leverage"}
@@ -685,14 +695,16 @@ def _are_components(result: Any, arguments: Arguments) -> bool:
 
 @target("components", is_right=_are_components)
 def _(name: str) -> Any:
-    return pyro_dak.components, {**without(case(), "y"), "chunk_size": 4, "progress": False}
+    arguments = with_posterior(without(case(), "y"))
+    return pyro_dak.components, {**arguments, "chunk_size": 4, "progress": False}
 
 
 @target(
     "sample_functions", is_right=lambda draws, arguments: len(draws) == arguments["num_samples"]
 )
 def _(name: str) -> Any:
-    return pyro_dak.sample_functions, {**without(case(), "x", "y"), "num_samples": 3}
+    arguments = with_posterior(without(case(), "x", "y"))
+    return pyro_dak.sample_functions, {**arguments, "num_samples": 3}
 
 
 @target(
@@ -750,7 +762,7 @@ def _(name: str) -> Any:
 
 def make_prediction(likelihood: str = "gaussian") -> Any:
     """A prediction of N rows."""
-    arguments = without(case(likelihood), "y")
+    arguments = with_posterior(without(case(likelihood), "y"))
     return pyro_dak.predict(**arguments, num_samples=5, seed=0, progress=False)
 
 

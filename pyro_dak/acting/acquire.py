@@ -95,7 +95,8 @@ def acquire(
     if method == "thompson":
         draws = draw_posterior(model, posterior, num_samples=num, x=pool[:1], seed=seed)
         value_fn = _value_fn(likelihood, output)
-        return _best_of_draws(model, h, draws.flat(), value_fn, num, int(chunk_size), progress)
+        some = _some_draws(draws.flat(), num, seed)
+        return _best_of_draws(model, h, some, value_fn, num, int(chunk_size), progress)
     scores: _Scores
     if method == "batch_bald_greedy" and not is_gaussian:
         draws = draw_posterior(model, posterior, num_samples=num_samples, x=pool[:1], seed=seed)
@@ -297,6 +298,15 @@ def _value_fn(likelihood: Likelihood, output: int) -> Callable[[Tensor], Tensor]
     """What Thompson sampling maximises, from f `(..., F)`."""
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     return lambda f: (f.log_softmax(-1) if has_classes else f)[..., output]
+
+
+def _some_draws(draws: dict[str, Tensor], num: int, seed: int) -> dict[str, Tensor]:
+    """As many draws as are asked for; of samples that are not as many, some at random."""
+    size = len(draws["mu"])
+    if size == num:
+        return draws
+    rows = torch.randint(size, (num,), generator=torch.Generator().manual_seed(seed))
+    return {name: value[rows.to(value.device)] for name, value in draws.items()}
 
 
 def _best_of_draws(

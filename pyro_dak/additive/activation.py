@@ -47,7 +47,6 @@ class LocalConstants(NamedTuple):
     `levels` and `features` are those of the plain formulas in `bridge`, `intervals` those of
     `fast.fused`. The maps go from z to values at the nodes, `(M, M)`, and from means and variances
     of z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`).
-    `node_pairs` has the rows of L_U at the nodes of each interval, `(M + 1, 2, M)`, on small grids.
     """
 
     levels: LevelConstants
@@ -56,7 +55,6 @@ class LocalConstants(NamedTuple):
     node_map: fused.LinearMap
     interval_map: fused.LinearMap
     moment_map: fused.LinearMap
-    node_pairs: Tensor | None
 
 
 @functools.lru_cache(maxsize=4)
@@ -278,19 +276,20 @@ class KernelActivation(nn.Module):
         loc: Tensor,
         covariance: Tensor,
         linear: tuple[float, float] | None,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Mean, variance and design of `design.design_moments`; None where there is no such route.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and design of `design.design_moments`, from the moments of node values."""
+        intervals = self.local_constants(h).intervals
+        return design.design_moments(h, log_sigma, loc, covariance, intervals, linear)
 
-        Level by level the plain route takes fewer operations for many nodes.
+    def node_matrix(self, like: Tensor) -> Tensor | None:
+        """L_U with sorted nodes as rows and weights in level order as columns, `(M, M)`.
+
+        None where it would be large, and for kernels that have no local route: there functions are
+        not known from their values at two nodes.
         """
-        if h.dim() > 2 or not self.has_local_route:
+        if not self.has_local_route or self.num_inducing > _MAX_DENSE_NODES:
             return None
-        constants = self.local_constants(h)
-        pairs = constants.node_pairs
-        if pairs is None:
-            return None
-        arguments = (h, log_sigma, loc, covariance, pairs, constants.intervals, linear)
-        return design.design_moments(*arguments)
+        return self.local_constants(like).node_map.matrix
 
     def unit_values(self, h: Tensor, weights: Tensor) -> Tensor:
         """phi(h_p) . weights[c, p] of every unit, `(N, C, P)`, for h `(N, P)`; no sum over p."""
@@ -373,7 +372,6 @@ class KernelActivation(nn.Module):
             node_map,
             interval_map,
             moment_map,
-            design.node_pairs(node_map) if is_dense and not is_meta else None,
         )
 
     def _between_nodes(self, h: Tensor, weights: Tensor) -> Tensor:

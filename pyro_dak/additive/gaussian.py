@@ -20,6 +20,7 @@ __all__ = [
     "ExpectedDerivatives",
     "FunctionMoments",
     "compact",
+    "draws_of_moments",
     "expected_derivatives_heteroscedastic",
     "expected_derivatives_normal",
     "expected_derivatives_student_t",
@@ -32,6 +33,7 @@ __all__ = [
     "kl_tril",
     "log_normalizer_bound",
     "mean_field_moments",
+    "moments_of_draws",
     "sample_marginals",
     "tril_of_inverse",
 ]
@@ -63,6 +65,24 @@ def compact(moments: FunctionMoments) -> FunctionMoments:
     if len(root) > F:  # A = Q R has A^T A = R^T R
         root = torch.linalg.qr(root.movedim(0, -2), mode="r").R.movedim(-2, 0)
     return FunctionMoments(mean, var, root)
+
+
+def moments_of_draws(f: Tensor) -> FunctionMoments:
+    """Mean and covariance over S draws of f `(S, ..., N, F)`, with S - 1 in the denominator.
+
+    Row s of the root is (f_s - mean) / sqrt(S - 1), so that the draws can be had back: see
+    `draws_of_moments`. A single draw has no variance.
+    """
+    mean = f.mean(0)
+    root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
+    return FunctionMoments(mean, root.square().sum(0), root)
+
+
+def draws_of_moments(moments: FunctionMoments) -> Tensor:
+    """The draws, `(S, ..., N, F)`, that `moments_of_draws` has made these moments of."""
+    mean, _, root = moments
+    assert root is not None
+    return mean + math.sqrt(max(len(root) - 1, 1)) * root
 
 
 class ExpectedDerivatives(NamedTuple):

@@ -62,15 +62,23 @@ class AdditiveLayer(nn.Module):
         """Weights of one function: bias, linear terms, kernel weights."""
         return 1 + self.num_units * (self.linear_term + self.activation.num_inducing)
 
-    def forward(self, h: Tensor, weights: Weights, shrinkage: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        weights: Weights,
+        shrinkage: Tensor | None = None,
+        unit_scale: Tensor | None = None,
+    ) -> Tensor:
         """f, `(..., N, F)`.
 
         Args:
             h: inputs of the units, `(..., N, P)`.
             weights: z, mu and linear, with any batch in front.
             shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
+            unit_scale: sigma, likewise; by default the layer's own.
         """
-        sigma = self.unit_scale if shrinkage is None else self.unit_scale * shrinkage
+        sigma = self.unit_scale if unit_scale is None else unit_scale
+        sigma = sigma if shrinkage is None else sigma * shrinkage
         sigma = sigma.unsqueeze(-2)  # (..., 1, P)
         z, mu, linear = weights
         f = self.activation.combine(h, z * sigma.unsqueeze(-1)) + mu.unsqueeze(-2)
@@ -103,19 +111,44 @@ class AdditiveLayer(nn.Module):
         phi = self.unit_scale.unsqueeze(-1) * self.activation.features(h, num_levels)
         return torch.cat([*columns, phi.flatten(-2)], -1)
 
+    def at_nodes(self, flat: Tensor) -> Tensor:
+        """Bias, linear weights and values at the nodes, `(..., K)`, of weights `(..., K)`.
+
+        g(U) = L_U z of each unit. Where `KernelActivation.node_matrix` is None, nothing changes.
+        """
+        L_U = self.activation.node_matrix(flat)
+        return flat if L_U is None else self._with_units_times(flat, L_U.mT)
+
+    def from_nodes(self, sums: Tensor) -> Tensor:
+        """Sums over the rows of the design of the weights, from those of the design of node values.
+
+        Both are `(..., K)`; this is the transpose of `at_nodes`.
+        """
+        L_U = self.activation.node_matrix(sums)
+        return sums if L_U is None else self._with_units_times(sums, L_U)
+
+    def _with_units_times(self, flat: Tensor, matrix: Tensor) -> Tensor:
+        P, M = self.num_units, self.activation.num_inducing
+        others, units = flat.split((self.num_weights - P * M, P * M), -1)
+        units = units.reshape(-1, M) @ matrix
+        return torch.cat([others, units.view(*flat.shape[:-1], P * M)], -1)
+
     def joint_moments(
         self, h: Tensor, loc: Tensor, covariance: Tensor
     ) -> tuple[FunctionMoments, Tensor]:
-        """Moments of f for jointly Gaussian weights, and the design `(N, K)` without gradient.
+        """Moments of f for jointly Gaussian values at the nodes, and their design W `(N, K)`.
 
-        E f = Phi m and Var f = Phi S Phi^T, `(N, F)` each, for means `(F, K)` and covariances
-        `(F, K, K)`, or `(1, K, K)` if the functions share it, which are held fixed.
+        E f = W m and Var f = W S W^T, `(N, F)` each, for means `(F, K)` and covariances
+        `(F, K, K)`, or `(1, K, K)` if the functions share it, of what `at_nodes` gives. They are
+        held fixed, and the design has no gradient.
         """
         low, high = self.activation.grid.bounds
         linear = (2 / (high - low), (low + high) / 2) if self.linear_term else None
-        fast = self.activation.design_moments(h, self.log_unit_scale, loc, covariance, linear)
-        if fast is not None:
-            return FunctionMoments(*fast[:2]), fast[2]
+        if self.activation.node_matrix(h) is not None:
+            mean, var, design = self.activation.design_moments(
+                h, self.log_unit_scale, loc, covariance, linear
+            )
+            return FunctionMoments(mean, var), design
         design = self.design(h)
         mean = design @ loc.mT
         var = ((design @ covariance) * design).sum(-1).mT.clamp(min=0)

@@ -20,6 +20,7 @@ from pyro_dak.inference.densities import (
 from pyro_dak.inference.densities import log_likelihood as row_log_likelihoods
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.inputs import check_inputs
 
 __all__ = ["import_optional", "to_arviz"]
 
@@ -56,15 +57,17 @@ def to_arviz(
 
     This is an `arviz.InferenceData`, or with ArviZ 1.x an `xarray.DataTree`. x is `(N, ...)`.
     The groups are `posterior` (the sites, with dimensions `output, unit, node`; a heteroscedastic
-    model has `function` in the place of `output`), `sample_stats` (of a sampler `lp`, `diverging`,
-    `n_steps`, `step_size`; of a guide `log_p` and `log_q`, log p(y, w) and log q(w) at its draws),
+    model has `function` in the place of `output`), `sample_stats` (of a sampler `lp`, `energy`,
+    `diverging`, `n_steps`, `step_size`, of Pyro's `MCMC` `lp` and `diverging`; of a guide `log_p`
+    and `log_q`, log p(y, w) and log q(w) at its draws, and `log_weight`, the logarithms of their
+    Pareto-smoothed importance weights, which sum to one),
     `posterior_predictive`, `log_likelihood` (of each row, dimension `obs_id`, summed over outputs),
     `observed_data`, and `constant_data` (inputs of the units, their scales, and the nodes).
 
     ArviZ takes all draws for draws from the posterior, and `az.loo` of a bad guide looks healthy.
-    The log-likelihoods of a guide therefore carry its `k_hat` as an attribute, and above 0.7 there
-    is a warning. `pyro_dak.diagnostics.loo`, and `az.loo_approximate_posterior` of ArviZ 1.x with
-    `log_p` and `log_q`, correct for the guide.
+    The groups `posterior` and `log_likelihood` of a guide therefore carry its `k_hat` as an
+    attribute, and above 0.7 there is a warning. `pyro_dak.diagnostics.loo`, and
+    `az.loo_approximate_posterior` of ArviZ 1.x with `log_p` and `log_q`, correct for the guide.
 
     Args:
         y: targets. Without them there are no log-likelihoods, no `log_p` and no observed data.
@@ -75,13 +78,14 @@ def to_arviz(
         seed: seed of all draws; with None, torch's global state is used.
     """
     arviz = import_optional("arviz")
-    if y is None:
-        h = cached_inputs(model, x)
-    else:
-        h, y = unit_data(model, x, y)
+    check_inputs(model, x)
     draws = draw_posterior(
         model, posterior, num_samples=num_samples, num_chains=num_chains, x=x, seed=seed
     )
+    if y is None:
+        h = cached_inputs(model, x, given=draws.sites)
+    else:
+        h, y = unit_data(model, x, y, given=draws.sites)
     flat, stats, batch = draws.flat(), dict(draws.stats), (draws.num_chains, draws.num_samples)
     groups: dict[str, Group] = {"posterior": draws.sites, "sample_stats": stats}
     if posterior_predictive:
@@ -98,8 +102,11 @@ def to_arviz(
         groups["observed_data"] = {"y": y.flatten() if model.num_outputs == 1 else y}
         if draws.log_q is not None:
             stats["log_p"] = (log_prior(model, flat) + log_lik.sum(-1)).unflatten(0, batch)
-            if log_likelihood:
-                attrs = _marks_of_a_guide(stats["log_p"] - draws.log_q, draws.is_point)
+            smoothed = pareto_smooth((stats["log_p"] - draws.log_q).flatten())
+            stats["log_weight"] = smoothed.log_weights.unflatten(0, batch)
+            attrs = _marks_of_a_guide(float(smoothed.k_hat), draws.is_point, log_likelihood)
+        elif "diverging" in stats and "lp" not in stats:  # a run of Pyro
+            stats["lp"] = (log_prior(model, flat) + log_lik.sum(-1)).unflatten(0, batch)
     groups["constant_data"] = {
         "unit_inputs": h,
         "unit_scale": model.unit_scale.detach(),
@@ -108,15 +115,16 @@ def to_arviz(
     if x.dim() == 2:
         groups["constant_data"]["x"] = x
     data = _from_groups(arviz, groups, *_names(model, x))
-    if attrs:
-        data["log_likelihood"].attrs.update(attrs)
+    for group in ("posterior", "log_likelihood") if attrs else ():
+        if group in groups:
+            data[group].attrs.update(attrs)
     return data
 
 
-def _marks_of_a_guide(log_ratios: Tensor, is_point: bool) -> dict[str, Any]:
+def _marks_of_a_guide(k: float, is_point: bool, has_log_likelihood: bool) -> dict[str, Any]:
     """Attributes that tell the draws of a guide from those of the posterior, with a warning."""
-    k = math.inf if is_point else float(pareto_smooth(log_ratios.flatten()).k_hat)
-    if k > 0.7:
+    k = math.inf if is_point else k
+    if k > 0.7 and has_log_likelihood:
         warnings.warn(
             f"The draws come from a guide far from the posterior: its k-hat is {k:.2f}, above 0.7. "
             "`az.loo` and `az.compare` do not know that, and look healthy. Use "

@@ -10,8 +10,8 @@ from torch import Tensor
 from pyro_dak.diagnostics.calibration import gaussian_pit, rank_pit
 from pyro_dak.diagnostics.importance import pareto_smooth
 from pyro_dak.diagnostics.posterior_moments import response
-from pyro_dak.inference.densities import log_joint, log_likelihood, predictive_draws, unit_data
-from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
+from pyro_dak.inference.densities import log_joint, log_likelihood, predictive_draws
+from pyro_dak.inference.draws import Draws, Posterior, as_guide, draws_and_data, has_closed_form
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood, GaussianLikelihood
@@ -46,8 +46,7 @@ def k_hat(
     expectations under q. The exact posterior has constant ratios and gets minus infinity; a point
     estimate gets plus infinity.
     """
-    h, y = unit_data(model, x, y)
-    draws = draw_posterior(model, guide, num_samples=num_samples, x=x, seed=seed)
+    draws, h, y = draws_and_data(model, guide, x, y, num_samples=num_samples, seed=seed)
     if draws.log_q is None:
         raise TypeError(
             f"`guide` must have a density q; got {type(guide).__name__}. Judge the samples of a "
@@ -77,6 +76,13 @@ class LeaveOneOut(NamedTuple):
     num_effective: float
     pointwise: Tensor
     k_hat: Tensor
+
+    def __repr__(self) -> str:
+        return (
+            f"LeaveOneOut(elpd {self.elpd:.2f}, se {self.se:.2f}, num_effective "
+            f"{self.num_effective:.2f}; {len(self.k_hat)} rows, of which {self.num_bad} have a "
+            "k-hat above 0.7)"
+        )
 
     @property
     def num_bad(self) -> int:
@@ -110,8 +116,7 @@ def loo(
     """
     check_positive("efficiency", efficiency)
     check_integer("chunk_size", chunk_size, minimum=1)
-    h, y = unit_data(model, x, y)
-    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    draws, h, y = draws_and_data(model, posterior, x, y, num_samples=num_samples, seed=seed)
     log_lik = log_likelihood(model, h, y, draws.flat()).mT  # (N, S)
     has_density = draws.log_q is not None
     ratios = log_ratios(model, h, y, draws) if has_density else torch.zeros_like(log_lik[0])
@@ -149,8 +154,7 @@ def pit_values(
             "Classes have no order, and so no PIT. Use "
             "`pyro_dak.diagnostics.calibration.reliability_curve`."
         )
-    h, y = unit_data(model, x, y)
-    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    draws, h, y = draws_and_data(model, posterior, x, y, num_samples=num_samples, seed=seed)
     is_gaussian = isinstance(model.likelihood, GaussianLikelihood)
     if is_gaussian and has_closed_form(as_guide(posterior)):
         mean, sd, noise_var = response(model, posterior, h, draws)
@@ -206,8 +210,7 @@ def posterior_predictive_check(
         num_samples: number of draws from a guide.
     """
     check_integer("seed", seed, minimum=-(2**63))
-    h, y = unit_data(model, x, y)
-    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    draws, h, y = draws_and_data(model, posterior, x, y, num_samples=num_samples, seed=seed)
     y_new, default = predictive_draws(model, h, draws.flat(), seed + 1), STATISTICS
     if isinstance(model.likelihood, CategoricalLikelihood):
         y, y_new = (torch.nn.functional.one_hot(v, model.num_outputs).double() for v in (y, y_new))

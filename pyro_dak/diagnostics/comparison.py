@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from pyro_dak.diagnostics.posterior_moments import (
     response,
     weight_names,
 )
-from pyro_dak.inference.densities import cached_inputs, unit_data, with_noise
+from pyro_dak.inference.densities import cached_inputs, checked_data, unit_data, with_noise
 from pyro_dak.inference.draws import Draws, Posterior, as_guide, draw_posterior, has_closed_form
 from pyro_dak.inference.exact import ExactPosterior, exact_posterior
 from pyro_dak.inference.guides import FullRankGuide, MeanFieldGuide, UnitBlockGuide
@@ -52,7 +52,7 @@ class Elbo(NamedTuple):
     se: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PosteriorComparison:
     """Several posteriors, compared with one of them, the reference.
 
@@ -121,6 +121,13 @@ class PosteriorComparison:
         table += [[_cell(row.get(key, "")) for key in keys] for row in rows]
         lines = [f"| {' | '.join(cells)} |" for cells in table]
         return "\n".join([lines[0], "|---" * len(keys) + "|", *lines[1:]])
+
+    def __repr__(self) -> str:
+        evidence = "unknown" if self.log_evidence is None else f"{self.log_evidence:.2f} nats"
+        return (
+            f"PosteriorComparison({', '.join(self.fits)}, against {self.reference}; "
+            f"{len(self.labels)} weights, log evidence {evidence})"
+        )
 
     def __str__(self) -> str:
         return f"against {self.reference}:\n{self.to_markdown()}"
@@ -195,12 +202,15 @@ def compare_posteriors(
         samples = [n for n, p in posteriors.items() if as_guide(p) is None]
         reference = [*exact, *samples, list(posteriors)[-1]][0]
     check_choice("reference", reference, posteriors)
-    h, targets = unit_data(model, x, y)
-    h_new = h if x_new is None else cached_inputs(model, x_new)
+    checked_data(model, x, y)
+    options: dict[str, Any] = {"num_samples": num_samples, "x": x, "seed": seed}
+    all_draws = {n: draw_posterior(model, p, **options) for n, p in posteriors.items()}
+    known = set.intersection(*(set(draws.sites) for draws in all_draws.values()))
+    h, targets = unit_data(model, x, y, given=known)
+    h_new = h if x_new is None else cached_inputs(model, x_new, given=known)
     fits, predictions, elbos = {}, {}, {}
     for name, posterior in posteriors.items():
-        guide = as_guide(posterior, torch.float64)
-        draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+        guide, draws = as_guide(posterior, torch.float64), all_draws[name]
         fits[name] = gaussian_fit(model, posterior, draws)
         predictions[name] = response(model, posterior, h_new, draws)
         if guide is not None and not draws.is_point:

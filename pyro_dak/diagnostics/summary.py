@@ -11,8 +11,7 @@ from pyro_dak.diagnostics.calibration import dispersion
 from pyro_dak.diagnostics.checks import k_hat, loo, pit_values
 from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response
 from pyro_dak.diagnostics.scores import accuracy, expected_calibration_error
-from pyro_dak.inference.densities import unit_data
-from pyro_dak.inference.draws import Posterior, draw_posterior
+from pyro_dak.inference.draws import Posterior, draws_and_data
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
@@ -108,8 +107,8 @@ def summary(
     x `(N, ...)` and y are the rows that the posterior was made from. `num_samples` is the number of
     draws from a guide.
     """
-    h, targets = unit_data(model, x, y)
-    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    options = {"num_samples": num_samples, "seed": seed}
+    draws, h, targets = draws_and_data(model, posterior, x, y, **options)
     report = Summary()
     _look_at_inputs(report, model, h)
     _look_at_weights(report, model, posterior)

@@ -1,26 +1,21 @@
-"""Moments of f for jointly Gaussian weights as one operation, which gives the design as well.
+"""Moments of f for jointly Gaussian values at the nodes as one operation, with the design too.
 
-The plain twin is `AdditiveLayer.design` with `inference.guides.joint.design_moments`. A row of the
-design has two nodes for each unit: phi(h_p) = w0 T_j + w1 T_{j+1} with the rows T of L_U, and the
-weights of `fused.two_nodes`. The variance of f is Phi S Phi^T; with G = Phi S, which the forward
-pass has anyway, its gradient by Phi is 2 G, so that the backward pass has no product of its own.
+The plain twin is `AdditiveLayer.design` with `inference.guides.joint.design_moments`. A unit that
+has the values g at its nodes has w0 g_j + w1 g_{j+1} between two of them, with the weights of
+`fused.two_nodes`. So a row W of the design of node values has two entries for each unit, which are
+cheap to make and to differentiate. The variance of f is W S W^T; with G = W S, which the forward
+pass has anyway, its gradient by W is 2 G, and only the entries of G at the two nodes are needed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_dak.fast.fused import Intervals, LinearMap, second_derivative_error, two_nodes
+from pyro_dak.fast.fused import Intervals, second_derivative_error, two_nodes
 
-__all__ = ["DesignMoments", "design_moments", "node_pairs"]
-
-
-def node_pairs(node_map: LinearMap) -> Tensor:
-    """The rows of L_U at the two nodes of each interval, `(M + 1, 2, M)`; zero outside the grid."""
-    L = node_map.matrix if node_map.is_dense else node_map.matrix.to_dense()
-    outside = torch.zeros_like(L[:1])
-    return torch.stack([torch.cat([outside, L]), torch.cat([L, outside])], 1)
+__all__ = ["DesignMoments", "design_moments"]
 
 
 def design_moments(
@@ -28,20 +23,19 @@ def design_moments(
     log_sigma: Tensor,
     loc: Tensor,
     covariance: Tensor,
-    pairs: Tensor,
     intervals: Intervals,
     linear: tuple[float, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `DesignMoments`, in plain operations where they are compiled."""
     if not torch.compiler.is_compiling():
-        return DesignMoments.apply(h, log_sigma, loc, covariance, pairs, intervals, linear)
+        return DesignMoments.apply(h, log_sigma, loc, covariance, intervals, linear)
     sigma = log_sigma.exp()
     j, (w0, w1) = two_nodes(h.mT.unsqueeze(0), sigma.unsqueeze(0), intervals)
-    nodes = pairs[j.squeeze(0).mT.long()]  # (N, P, 2, M)
-    w0, w1 = (w.squeeze(0).mT.unsqueeze(-1) for w in (w0, w1))
-    phi = (w0 * nodes[:, :, 0] + w1 * nodes[:, :, 1]).flatten(1)
+    j, w0, w1 = (part.squeeze(0).mT.unsqueeze(-1) for part in (j, w0, w1))  # (N, P, 1)
+    nodes = torch.arange(intervals.num_nodes, device=h.device, dtype=j.dtype)
+    values = torch.where(nodes == j - 1, w0, 0) + torch.where(nodes == j, w1, 0)
     lines = [(h - linear[1]) * (sigma * linear[0])] if linear else []
-    design = torch.cat([torch.ones_like(h[:, :1]), *lines, phi], -1)
+    design = torch.cat([torch.ones_like(h[:, :1]), *lines, values.flatten(1)], -1)
     mean = design @ loc.mT
     if len(covariance) == 1:
         var = ((design @ covariance[0]) * design).sum(-1, keepdim=True)
@@ -53,9 +47,10 @@ def design_moments(
 class DesignMoments(torch.autograd.Function):
     """Mean and variance of f `(N, F)` and the design `(N, K)`, from unit inputs h `(N, P)`.
 
-    Differentiable once in h and log_sigma `(P,)`. The means of the weights `(F, K)` and their
-    covariances `(F, K, K)`, or `(1, K, K)` if functions share it, are constants here, and so is the
-    design. `slope` and `middle` are those of the linear term r(h) = slope (h - middle), or None.
+    Differentiable once in h and log_sigma `(P,)`. The means `(F, K)` of bias, linear weights and
+    values at the nodes, and their covariances `(F, K, K)`, or `(1, K, K)` if functions share it,
+    are constants here, and so is the design. `linear` has slope and middle of the linear term
+    r(h) = slope (h - middle), or is None.
     """
 
     @staticmethod
@@ -65,30 +60,32 @@ class DesignMoments(torch.autograd.Function):
         log_sigma: Tensor,
         loc: Tensor,
         covariance: Tensor,
-        pairs: Tensor,
         intervals: Intervals,
         linear: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (N, P), M = h.shape, pairs.shape[-1]
+        (N, P), M = h.shape, intervals.num_nodes
         sigma = log_sigma.exp()
         j, w = two_nodes(h.mT.unsqueeze(0), sigma.unsqueeze(0), intervals)
-        rows = j.squeeze(0).mT.reshape(-1)
-        w = w.squeeze(1).permute(0, 2, 1).reshape(2, N, P, 1)
-        nodes = pairs.index_select(0, rows).view(N, P, 2, M)
-        design = h.new_empty(N, 1 + (P if linear else 0) + P * M)
+        j, w = j.squeeze(0), w.squeeze(1)  # (P, N), (2, P, N)
+        first = 1 + (P if linear else 0)
+        # Where the grid ends, the outer one of the two nodes has the weight 0.
+        both = torch.stack([j - 1, j]).clamp_(0, M - 1)
+        starts = torch.arange(first, first + P * M, M, dtype=both.dtype, device=h.device)
+        columns = both.add_(starts.unsqueeze(-1)).view(2 * P, N).mT.long()  # (N, 2 P)
+        design = h.new_zeros(N, first + P * M)
         design[:, 0] = 1
         if linear:
-            torch.mul(h - linear[1], sigma * linear[0], out=design[:, 1 : 1 + P])
-        phi = design[:, -P * M :].unflatten(-1, (P, M))
-        torch.mul(nodes[:, :, 0], w[0], out=phi)
-        phi.addcmul_(nodes[:, :, 1], w[1])
+            torch.mul(h - linear[1], sigma * linear[0], out=design[:, 1:first])
+        w = w.reshape(2 * P, N).mT.contiguous()
+        design.scatter_add_(1, columns, w)
         mean = design @ loc.mT
         products = (
             (design @ covariance[0]).unsqueeze(0) if len(covariance) == 1 else design @ covariance
         )
         var = (products * design).sum(-1).mT.clamp(min=0)
-        ctx.save_for_backward(design, sigma, loc, products, rows, w, nodes)
-        ctx.intervals, ctx.linear = intervals, linear
+        squares = intervals.squares.index_select(0, j.view(-1)).view(P, N).mT
+        ctx.save_for_backward(design, sigma, loc, products, columns, w, squares)
+        ctx.slope, ctx.linear = intervals.slope, linear
         ctx.mark_non_differentiable(design)
         return mean, var.expand_as(mean), design
 
@@ -96,25 +93,26 @@ class DesignMoments(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
-        design, sigma, loc, products, rows, w, nodes = ctx.saved_tensors
-        intervals, linear = ctx.intervals, ctx.linear
+        design, sigma, loc, products, columns, w, squares = ctx.saved_tensors
         grad_mean, grad_var, _ = grads
-        (N, F), (P, M) = grad_mean.shape, nodes.shape[1::2]
-        by_var = grad_var.sum(-1, keepdim=True) if len(products) < F else grad_var
-        weighted = products * (2 * by_var.mT).unsqueeze(-1)
-        grad = torch.addmm(weighted[0] if len(weighted) == 1 else weighted.sum(0), grad_mean, loc)
-        squares = intervals.squares.index_select(0, rows).view(N, P, 1) * sigma.square().unsqueeze(
-            -1
-        )
-        slopes = torch.addcmul(squares, w, w).sqrt_()  # |w'| but for the slope of the grid
-        by_h = torch.mul(nodes[:, :, 1], slopes[1]).addcmul_(nodes[:, :, 0], slopes[0], value=-1)
-        by_phi = grad[:, -P * M :]
-        # Sums over the nodes of each unit, as a product, which is faster than so many short sums.
-        units = torch.eye(P, dtype=grad.dtype, device=grad.device).repeat_interleave(M, 0)
-        grad_h = (by_phi * by_h.view(N, P * M)) @ (units * intervals.slope)
-        by_weight = (grad * design).sum(0)
-        grad_log_sigma = by_weight[-P * M :].view(P, M).sum(-1)
+        (N, F), P, linear = grad_mean.shape, len(sigma), ctx.linear
+        by_var = 2 * (grad_var.sum(-1, keepdim=True) if len(products) < F else grad_var)
+        by_mean = grad_mean @ loc
+
+        def gradient(take_fn: Callable[[Tensor], Tensor]) -> Tensor:
+            """The gradient by those entries of the design that `take_fn` takes."""
+            parts = zip(products, by_var.unbind(-1), strict=True)
+            return sum((take_fn(G) * g.unsqueeze(-1) for G, g in parts), take_fn(by_mean))
+
+        by_weight = gradient(lambda rows: rows.gather(1, columns)).view(N, 2, P)
+        w = w.view(N, 2, P)
+        # |w'| but for the slope of the grid; the left weight falls.
+        slopes = torch.addcmul((squares * sigma.square()).unsqueeze(1), w, w).sqrt_()
+        by_h = slopes.mul_(by_weight)
+        grad_h = (by_h[:, 1] - by_h[:, 0]) * ctx.slope
+        grad_log_sigma = (by_weight * w).sum((0, 1))
         if linear:
-            grad_h = grad_h + grad[:, 1 : 1 + P] * (sigma * linear[0])
-            grad_log_sigma = grad_log_sigma + by_weight[1 : 1 + P]
-        return grad_h, grad_log_sigma, None, None, None, None, None
+            grad = gradient(lambda rows: rows[:, 1 : 1 + P])
+            grad_h = grad_h + grad * (sigma * linear[0])
+            grad_log_sigma = grad_log_sigma + (grad * design[:, 1 : 1 + P]).sum(0)
+        return grad_h, grad_log_sigma, None, None, None, None

@@ -5,25 +5,27 @@ are dictionaries with values `(S, *event)`.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
-from pyro_dak.model.latent_sites import known_sites
+from pyro_dak.model.latent_sites import known_sites, likelihood_sites
 from pyro_dak.model.likelihoods import Likelihood
-from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.model.modes import evaluating, local_parameters, pyro_lock
 from pyro_dak.validation import check_finite, check_seed, check_tensor
 
 __all__ = [
     "cached_inputs",
     "checked_data",
     "draw_functions",
+    "likelihood_parameters",
     "likelihoods_of_draws",
     "log_joint",
     "log_likelihood",
@@ -69,10 +71,15 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def cached_inputs(model: DAK, x: Tensor, chunk_size: int = 4096) -> Tensor:
-    """The unit inputs of x in eval mode, `(N, P)`, float64."""
+def cached_inputs(
+    model: DAK, x: Tensor, chunk_size: int = 4096, given: Collection[str] = ()
+) -> Tensor:
+    """The unit inputs of x in eval mode, `(N, P)`, float64.
+
+    A model that samples other sites than its weights is refused, unless they are `given`.
+    """
     check_inputs(model, x)
-    with explaining(model, x), evaluating(model), known_sites(model):
+    with explaining(model, x), evaluating(model), known_sites(model, given=given):
         device = model.layer.log_unit_scale.device
         chunks = [model.unit_inputs(part.to(device)) for part in x.split(chunk_size)]
         h = torch.cat(chunks).double()
@@ -80,21 +87,40 @@ def cached_inputs(model: DAK, x: Tensor, chunk_size: int = 4096) -> Tensor:
     return h
 
 
-def unit_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit inputs and targets, checked by `checked_data`, in float64 on the model's device."""
+def unit_data(
+    model: DAK, x: Tensor, y: Tensor, given: Collection[str] = ()
+) -> tuple[Tensor, Tensor]:
+    """Unit inputs and targets, checked by `checked_data`, in float64 on the model's device.
+
+    Draws of the sites in `given` are known.
+    """
     x, y = checked_data(model, x, y)
-    h = cached_inputs(model, x)
+    h = cached_inputs(model, x, given=given)
     return h, y.to(h.device)
 
 
-@torch.no_grad()
 def draw_functions(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
-    """f at unit inputs h for each draw of the sites, `(S, N, F)`."""
-    values = {name: sites[name].unsqueeze(1) for name in model.site_shapes}
-    if "unit_scale" in sites:  # the layer multiplies by the scale that the model has
-        ratio = (sites["unit_scale"] / model.unit_scale).unsqueeze(1)
-        values["shrinkage"] = ratio * values.get("shrinkage", 1.0)
-    return model.functions(h, values)
+    """f at unit inputs h for each draw of the sites, `(S, N, F)`.
+
+    Draws are `(S, *event)`, or with a data dimension of size one `(S, 1, *event)`.
+    """
+    return model.functions(h, _with_data_dim(sites))
+
+
+def _with_data_dim(sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Draws `(S, 1, *event)`, as a program has them, from those or from `(S, *event)`."""
+    has_data_dim = sites["mu"].dim() > 2
+    return {n: value if has_data_dim else value.unsqueeze(1) for n, value in sites.items()}
+
+
+def likelihood_parameters(model: DAK, sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `distribution` of the likelihood takes beside f, from draws of all sites `(S, *event)`.
+
+    These are the sites of the likelihood, and a noise scale that was sampled without being one.
+    They broadcast against f `(S, N, F)`: numbers are `(S, 1, 1)`, vectors `(S, 1, C)`.
+    """
+    names = dict.fromkeys(("noise_scale", *likelihood_sites(model)))
+    return {n: sites[n].reshape(len(sites[n]), 1, -1) for n in names if n in sites}
 
 
 def noise_scale(likelihood: Likelihood) -> Tensor | None:
@@ -112,6 +138,7 @@ def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihoo
     return likelihood if noise is None else likelihood.with_noise(noise.log())
 
 
+@torch.no_grad()
 def likelihoods_of_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Iterator[Any]:
     """p(y | f) at unit inputs h, for a chunk of the draws at a time.
 
@@ -120,10 +147,9 @@ def likelihoods_of_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> 
     size = max(1, _CHUNK_ELEMENTS // (len(h) * model.num_functions))
     for start in range(0, len(sites["mu"]), size):
         part = {name: value[start : start + size] for name, value in sites.items()}
-        noise = part.get("noise_scale")
-        if noise is not None:
-            noise = noise.reshape(len(noise), 1, -1)
-        yield with_noise(model.likelihood, noise).distribution(draw_functions(model, h, part))
+        parameters = likelihood_parameters(model, part)
+        f = draw_functions(model, h, part)
+        yield with_noise(model.likelihood).distribution(f, **parameters)
 
 
 @torch.no_grad()
@@ -143,13 +169,24 @@ def predictive_draws(
 
 @torch.no_grad()
 def log_prior(model: DAK, sites: Mapping[str, Tensor]) -> Tensor:
-    """log p(w_s), `(S,)`, summed over the sites of the model."""
-    like = sites["mu"]
-    parts = [
-        model.conditional_prior(name, sites, like).log_prob(sites[name])
-        for name in model.site_shapes
-    ]
-    return torch.stack(parts).sum(0)
+    """log p(w_s), `(S,)`, summed over the sites of the model.
+
+    Sites inside priors and of the likelihood are among them: the program is run on the draws.
+    """
+    for name, inside in model.sites_in_priors.items():
+        if any(site not in sites for site in inside):
+            model.prior_distribution(name, sites["mu"])  # raises, and names the site
+
+    def program() -> None:
+        model.sample_weights(sites["mu"])
+        model.likelihood.sample_parameters()
+
+    given = poutine.condition(program, data=_with_data_dim(sites))
+    with pyro_lock, poutine.block(), local_parameters(model):
+        trace = poutine.trace(given).get_trace()
+        trace.compute_log_prob()
+    nodes = [trace.nodes[name] for name in trace.observation_nodes]
+    return torch.stack([node["log_prob"].double() for node in nodes]).sum(0).squeeze(-1)
 
 
 def log_joint(model: DAK, h: Tensor, y: Tensor, sites: Mapping[str, Tensor]) -> Tensor:

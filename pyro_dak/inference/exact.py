@@ -28,6 +28,15 @@ class ExactPosterior(NamedTuple):
     guide: FullRankGuide
     log_evidence: float
 
+    def __repr__(self) -> str:
+        loc = self.guide.loc
+        F, K = loc.shape
+        dtype = str(loc.dtype).removeprefix("torch.")
+        return (
+            f"ExactPosterior({F} functions x {K} weights, log evidence {self.log_evidence:.2f} "
+            f"nats; {dtype} on {loc.device})"
+        )
+
     @torch.no_grad()
     def update(
         self,

@@ -8,14 +8,13 @@ from pyro.infer.util import torch_item, zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import ExpectedDerivatives, FunctionMoments
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.inference.guides.natural import RowSums
 from pyro_dak.inference.objectives import (
     AnalyticELBO,
     ClosedFormELBO,
-    ELBOTerms,
     LocalReparamELBO,
     announced_parameters,
     normal_priors,
@@ -29,19 +28,22 @@ from pyro_dak.model.modes import own_precision
 from pyro_dak.validation import check_kind, check_positive, check_tensor
 
 __all__ = [
+    "BatchRows",
+    "Gathering",
     "NaturalVI",
     "Rates",
     "divergence",
-    "expected_and_sums",
-    "learn",
+    "expected_and_rows",
     "learn_noise",
+    "of_weights",
     "rates",
-    "terms_and_sums",
 ]
 
 # The statistics of pass p count about p^(_POWER - 1).
 _POWER = 5.0
 _ROUNDING = 1e-6  # of a sum of fractions
+# Rows of so many batches, or of this part of what q knows, are gathered for a step.
+_MAX_BATCHES, _LARGE_SHARE = 8, 1 / 16
 # The least noise variance over the number of rows: with less, rounding of the precision, which is
 # about rows over variance, would hide the prior.
 _LEAST_NOISE = 100 * torch.finfo(torch.float64).eps
@@ -79,43 +81,53 @@ def rates(passes: float, fraction: float) -> Rates:
     return Rates(1 - gain * fraction, gain, gain * fraction)
 
 
-def terms_and_sums(
-    objective: AnalyticELBO,
-    model: DAK,
-    guide: NaturalGuide,
-    h: Tensor,
-    y: Tensor,
-    num_data: float | None = None,
-) -> tuple[ELBOTerms, RowSums]:
-    """The terms of the bound of a batch, and what the batch says about q, from unit inputs h.
-
-    q is held fixed in the gradient of the terms.
-    """
-    weights = guide.fixed_weights(model.layer.log_unit_scale.dtype)
-    expected, sums = expected_and_sums(objective, model, guide, h, y, *weights)
-    scale = 1.0 if num_data is None else num_data / len(y)
-    return ELBOTerms(expected * scale, divergence(model, guide)), sums
-
-
 def divergence(model: DAK, guide: NaturalGuide) -> Tensor:
-    """KL(q || prior), a scalar."""
-    priors = normal_priors(model, guide.weight_sites)
-    assert priors is not None  # the guide has refused all others
-    return guide.kl_normal(priors)
+    """KL(q || prior), a scalar; it is computed once for each q."""
+
+    def make() -> Tensor:
+        priors = normal_priors(model, guide.weight_sites)
+        assert priors is not None  # the guide has refused all others
+        return guide.kl_normal(priors)
+
+    return guide.kept(("divergence", model), make)
 
 
-def expected_and_sums(
+class BatchRows(NamedTuple):
+    """What a step of q needs to know of the rows of a batch, without gradients.
+
+    Attributes:
+        h: inputs of the units, `(B, P)`.
+        design: the design of node values, `(B, K)`; None for independent weights.
+        derivatives: expected gradients and curvatures, `(B, F)` each.
+        squares: as in `RowSums`.
+    """
+
+    h: Tensor
+    design: Tensor | None
+    derivatives: ExpectedDerivatives
+    squares: Tensor | None
+
+    def sums(self, model: DAK, guide: NaturalGuide, may_round: bool = True) -> RowSums:
+        """The sums over the rows; for the design of node values if there is one."""
+        coupling = model.likelihood.coupling
+        sums = guide.row_sums(
+            model.layer, self.h, self.derivatives, coupling, self.design, may_round
+        )
+        return sums._replace(squares=self.squares)
+
+
+def expected_and_rows(
     objective: AnalyticELBO,
     model: DAK,
     guide: NaturalGuide,
     h: Tensor,
     y: Tensor,
     *weights: Tensor,
-) -> tuple[Tensor, RowSums]:
-    """E_q log p(y | f), summed over the rows of a batch, and what the batch says about q.
+) -> tuple[Tensor, BatchRows]:
+    """E_q log p(y | f), summed over the rows of a batch, and what these say about q.
 
     `weights` are the `fixed_weights` of the guide. With them this is a function of tensors alone,
-    unless weights are independent, and can be compiled.
+    unless weights are independent, and can be compiled. q is held fixed in the gradient.
     """
     likelihood, layer = model.likelihood, model.layer
     y = likelihood.check_targets(y, model.num_outputs)
@@ -131,10 +143,9 @@ def expected_and_sums(
         with torch.no_grad():
             q = FunctionMoments(q.mean.detach(), q.var.detach(), q.root)
             derivatives = likelihood.expected_derivatives(y, q)
-            sums = guide.row_sums(layer, h.detach(), derivatives, likelihood.coupling, design)
-            if likelihood.closed_noise is not None:
-                sums = sums._replace(squares=likelihood.expected_squares(y, q))
-    return expected, sums
+            has_noise = likelihood.closed_noise is not None
+            squares = likelihood.expected_squares(y, q) if has_noise else None
+    return expected, BatchRows(h.detach(), design, derivatives, squares)
 
 
 @torch.no_grad()
@@ -154,30 +165,90 @@ def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: f
     parameter.copy_(0.5 * variance.clamp(min=_LEAST_NOISE * num_rows / share).log())
 
 
-def learn(
-    model: DAK,
-    guide: NaturalGuide,
-    sums: RowSums,
-    num_rows: float,
-    passes: float,
-    fraction: float,
-    has_fixed_noise: bool = False,
-) -> None:
-    """Learn from a batch what has a closed form: the noise, and q.
+class Gathering:
+    """Takes the steps of q on the rows of several batches at a time.
 
-    Args:
-        model: the model.
-        guide: its guide.
-        sums: what the batch says about q.
-        num_rows: rows of the batch.
-        passes: passes over the data before it.
-        fraction: the rows of the batch over those of the data set.
-        has_fixed_noise: whether the noise stays as it is.
+    A step costs an inverse and products with all weights, whatever the number of its rows is. Where
+    a batch is a small part of what q knows, q hardly changes from batch to batch, and the rows of
+    up to eight batches are gathered as long as they are less than a sixteenth of what q knows. Then
+    q takes the step of one large batch. So no row is lost, a step is the same mixture of natural
+    parameters as before, and q is a posterior of its own at any time. A pass over the data ends
+    with a step.
+
+    Attributes:
+        passes: passes over the data in the steps taken, which the schedule counts; None before the
+            first batch. It starts at the share of the data that the guide knows already, at most 1.
+        sums: those of the rows that wait for the next step, or None.
+        num_rows: how many rows these are.
+        fraction: how many rows these are over those of the data set.
+        num_batches: of how many batches they are.
     """
-    chosen = rates(passes, fraction)
-    if not has_fixed_noise:
-        learn_noise(model.likelihood, sums, num_rows, max(chosen.share, fraction))
-    guide.step(sums, num_rows, **chosen._asdict(), coupling=model.likelihood.coupling)
+
+    def __init__(self) -> None:
+        self.passes: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: RowSums | None = None
+        self.num_rows = self.fraction = 0.0
+        self.num_batches = 0
+
+    def add(
+        self,
+        model: DAK,
+        guide: NaturalGuide,
+        sums: RowSums,
+        num_rows: float,
+        num_data: float,
+        has_fixed_noise: bool = False,
+    ) -> None:
+        """Add a batch, and take a step if it is time for one.
+
+        Args:
+            model: the model.
+            guide: its guide.
+            sums: what the batch says about q (`BatchRows.sums`).
+            num_rows: rows of the batch.
+            num_data: rows of the data set.
+            has_fixed_noise: whether the noise stays as it is.
+        """
+        if self.passes is None:
+            self.passes = min(1.0, float(guide.num_rows) / num_data)
+        self.sums = sums if self.sums is None else self.sums.plus(sums)
+        self.num_rows += num_rows
+        self.fraction += num_rows / num_data
+        self.num_batches += 1
+        after = self.passes + self.fraction
+        is_pass = math.floor(after + _ROUNDING) > math.floor(self.passes + _ROUNDING)
+        share = rates(self.passes, self.fraction).share
+        if is_pass or self.num_batches == _MAX_BATCHES or share >= _LARGE_SHARE:
+            self.step(model, guide, has_fixed_noise)
+
+    def skip(self, guide: NaturalGuide, num_rows: float, num_data: float) -> None:
+        """Count a batch whose rows are left out."""
+        if self.passes is None:
+            self.passes = min(1.0, float(guide.num_rows) / num_data)
+        self.passes += num_rows / num_data
+
+    @torch.no_grad()
+    def step(self, model: DAK, guide: NaturalGuide, has_fixed_noise: bool = False) -> None:
+        """Learn from the rows that wait, if there are any: the noise, where it is closed, and q."""
+        if self.sums is None or self.passes is None:
+            return
+        chosen = rates(self.passes, self.fraction)
+        if not has_fixed_noise:
+            share = max(chosen.share, self.fraction)
+            learn_noise(model.likelihood, self.sums, self.num_rows, share)
+        sums = of_weights(model, guide, self.sums)
+        coupling = model.likelihood.coupling
+        guide.step(sums, self.num_rows, **chosen._asdict(), coupling=coupling)
+        self.passes += self.fraction
+        self._clear()
+
+
+def of_weights(model: DAK, guide: NaturalGuide, sums: RowSums) -> RowSums:
+    """The sums of `BatchRows.sums` in the form that `NaturalGuide.step` takes."""
+    return sums if guide.covariance == "diagonal" else sums.from_nodes(model.layer)
 
 
 class NaturalVI:
@@ -200,8 +271,9 @@ class NaturalVI:
         loss: the objective; by default the closed form where there is one, else draws of f.
 
     Attributes:
-        passes: passes over the data so far, which the schedule counts; None before the first step.
-            It starts at the share of the data that the guide knows already, at most 1.
+        gathering: takes the steps of q, on rows of several batches where each is a small part of
+            the data. Call `vi.gathering.step(model, guide)` to have all of them in q before the end
+            of a pass.
     """
 
     def __init__(
@@ -228,7 +300,7 @@ class NaturalVI:
         if loss is None:
             loss = ClosedFormELBO() if model.likelihood.has_closed_form else LocalReparamELBO()
         self.model, self.guide, self.optim, self.loss = model, guide, optim, loss
-        self.passes: float | None = None
+        self.gathering = Gathering()
 
     def step(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
         """Take a step on a batch of a data set of `num_data` rows; returns minus the bound.
@@ -251,15 +323,17 @@ class NaturalVI:
             explaining(model, x, y, guide=guide),
         ):
             h = model.unit_inputs(x)
-            terms, sums = terms_and_sums(self.loss, model, guide, h, y, num_data)
-            loss = -terms.elbo
+            weights = guide.fixed_weights(model.layer, model.layer.log_unit_scale.dtype)
+            expected, rows = expected_and_rows(self.loss, model, guide, h, y, *weights)
+            num_data = len(y) if num_data is None else num_data
+            loss = divergence(model, guide) - expected * (num_data / len(y))
             value = torch_item(loss.detach())
             if not math.isfinite(value):
                 raise ValueError(
                     f"The bound is {-value}, and q stays as it was: look at the weights of the "
                     "model, and at the scale of `x` and `y`."
                 )
-        noise = model.likelihood.closed_noise
+        sums, noise = rows.sums(model, guide), model.likelihood.closed_noise
         if optim is not None:
             loss.backward()  # q is held fixed, so that this is the expected log-likelihood's
             if noise is not None:
@@ -271,11 +345,7 @@ class NaturalVI:
         elif optim is not None:
             optim.step()
             optim.zero_grad()
-        fraction = 1.0 if num_data is None else len(y) / num_data
-        if self.passes is None:
-            self.passes = min(1.0, float(guide.num_rows) * fraction / len(y))
-        learn(model, guide, sums, len(y), self.passes, fraction, has_fixed_noise=optim is None)
-        self.passes += fraction
+        self.gathering.add(model, guide, sums, len(y), num_data, has_fixed_noise=optim is None)
         return value
 
     def evaluate_loss(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:

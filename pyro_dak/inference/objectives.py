@@ -200,6 +200,12 @@ class AnalyticELBO(ELBO):
                 f"{type(self).__name__} needs one of pyro_dak's Gaussian guides, whose q(f) is "
                 f"known; got {type(guide).__name__}. Use Trace_ELBO of Pyro for other guides."
             )
+        if not guide.has_all_sites:
+            others = [f"`{n}`" for n in guide.site_shapes if n not in guide.latent_sites]
+            raise NotImplementedError(
+                f"{type(self).__name__} needs a guide of all weights, and this one does not have "
+                f"{', '.join(others)}, hidden or given when it was made. Use Trace_ELBO of Pyro."
+            )
         if not guide.has_closed_form:
             raise NotImplementedError(
                 f"{type(self).__name__} needs Gaussian f under q, and a prior on `shrinkage` "

@@ -1,11 +1,11 @@
 """Closed forms know the sites of `DAK.site_shapes`; models that sample others are refused.
 
-Such sites come from `PyroSample`, or from sample statements in the network or in `distribution` of
-the likelihood. (A prior that samples inside is refused where its density is asked for, by
-`DAK.prior_distribution`.) A model is looked at once, and again when its modules have changed.
+Such sites come from priors of hyper-parameters, from `PyroSample`, or from sample statements in the
+network or in the likelihood. (A prior that samples inside is refused where its density is asked
+for, by `DAK.prior_distribution`.) A model is looked at once, and again when its modules change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,25 +20,29 @@ from torch import Tensor
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, parts_of, pyro_lock
 
-__all__ = ["check_sites", "known_sites"]
+__all__ = ["check_sites", "known_sites", "likelihood_sites"]
 
 # What a model was made of when its network, or its likelihood, was found to sample nothing.
 _CHECKED: WeakKeyDictionary[DAK, dict[str, list[Any]]] = WeakKeyDictionary()
 
 
 @contextmanager
-def known_sites(model: DAK, *, for_y: bool = True) -> Iterator[None]:
+def known_sites(model: DAK, *, for_y: bool = True, given: Collection[str] = ()) -> Iterator[None]:
     """A context for a closed form: it raises if the model samples what the closed form ignores.
 
     The network is looked at by what runs inside. With `for_y` False, f alone is computed, and the
-    likelihood may sample.
+    likelihood may sample. Of the sites in `given`, values are known.
     """
+    for name in model.scale_shapes:
+        if name not in given:
+            _refuse(name, "prior", model)
     parts = [(id(part), *getattr(part, "_pyro_samples", ())) for part in parts_of(model)]
     checked = _CHECKED.setdefault(model, {})
     if for_y and checked.get("likelihood") != parts:
         with pyro_lock:
-            _check_likelihood(model)
-        checked["likelihood"] = parts
+            _check_likelihood(model, given)
+        if not given:
+            checked["likelihood"] = parts
     if checked.get("network") == parts:
         yield
         return
@@ -48,9 +52,19 @@ def known_sites(model: DAK, *, for_y: bool = True) -> Iterator[None]:
     checked["network"] = parts
 
 
+def likelihood_sites(model: DAK) -> list[str]:
+    """Names of the sites that the likelihood of a model samples as its parameters."""
+    with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
+        with poutine.trace() as capture:
+            model.likelihood.sample_parameters()
+    return list(capture.trace.stochastic_nodes)
+
+
 def check_sites(model: DAK, x: Tensor) -> None:
     """Raise if a model samples what closed forms ignore; a model that has passed costs nothing."""
-    if torch.compiler.is_compiling() or len(_CHECKED.get(model, ())) == 2:
+    if torch.compiler.is_compiling():
+        return
+    if len(_CHECKED.get(model, ())) == 2 and not model.scale_shapes:
         return
     with evaluating(model), known_sites(model):
         if "network" not in _CHECKED[model]:
@@ -88,11 +102,13 @@ def _check_attributes(model: DAK) -> None:
 
 
 @torch.no_grad()
-def _check_likelihood(model: DAK) -> None:
-    """Raise if `distribution` of the likelihood samples, which the program tells without data."""
+def _check_likelihood(model: DAK, given: Collection[str]) -> None:
+    """Raise if the likelihood samples sites that are not given; the program tells without data."""
     like = model.layer.log_unit_scale
     known = (
+        *given,
         *model.site_shapes,
+        *model.scale_shapes,
         *(name for names in model.sites_in_priors.values() for name in names),
     )
     devices = [like.device] if like.device.type == "cuda" else []
@@ -112,5 +128,5 @@ def _refuse(site: str, part: str, model: DAK) -> None:
         f"The model samples `{site}` in its {part}, and closed forms know the latent sites "
         f"{', '.join(f'`{name}`' for name in model.site_shapes)} only: they would take one random "
         f"draw of `{site}` as given. Train it by Trace_ELBO of Pyro with an autoguide, or by NUTS "
-        "of Pyro, and predict by `Predictive`."
+        "of Pyro, and predict from that, or by `Predictive`."
     )

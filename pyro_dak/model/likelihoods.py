@@ -28,6 +28,13 @@ from pyro_dak.additive.quadrature import (
     log_student_t,
     normal_nodes,
 )
+from pyro_dak.model.priors import (
+    PriorLike,
+    check_positive_prior,
+    is_prior,
+    sample_scale,
+    scale_shape,
+)
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -78,7 +85,18 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def distribution(self, f: Tensor) -> dist.Distribution:
-        """p(y | f), batch shape `(..., N)`."""
+        """p(y | f), batch shape `(..., N)`.
+
+        A likelihood that samples parameters takes them as further arguments, by name.
+        """
+
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the parameters that have priors, outside of the data plate; here there are none.
+
+        The values go to `distribution` by name, in a shape that broadcasts against f `(..., N, F)`:
+        a number for all rows as `(..., 1)`, where the dots are draws and the data plate.
+        """
+        return {}
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
@@ -137,7 +155,11 @@ class Likelihood(nn.Module, ABC):
 
         The law of total variance: Var_q E[y | f] and E_q Var[y | f]. Here by quadrature over each
         function, for likelihoods with one function per output that are smooth on the scale of q(f).
+        Where outputs depend on each other given f, or on several functions, it is by draws of f,
+        always the same ones.
         """
+        if not self._is_elementwise(moments.mean):
+            return _moments_by_draws(self.distribution(_fixed_draws(moments)))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         y = self.distribution(nodes)  # batch (Q, ..., N), event (C,)
         mean = (weights * y.mean).sum(0)
@@ -145,14 +167,24 @@ class Likelihood(nn.Module, ABC):
         return mean, epistemic, (weights * y.variance).sum(0)
 
     def predictive_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
-        """log E_q p(y | f) of each row, summed over outputs, `(..., N)`; by quadrature as above.
+        """log E_q p(y | f) of each row, `(..., N)`; by quadrature or by draws, as above.
 
-        This is the sum of the log densities of the outputs. Where functions covary and y has
-        several outputs, a subclass that knows the joint density gives it instead.
+        By quadrature this is the sum of the log densities of the outputs. Where functions covary
+        and y has several outputs, a subclass that knows the joint density gives it instead. By
+        draws it is the joint density.
         """
+        if not self._is_elementwise(moments.mean):
+            log_probs = self.distribution(_fixed_draws(moments)).log_prob(y)
+            return log_probs.logsumexp(0) - math.log(len(log_probs))
         nodes, weights = gauss_hermite(moments.mean, moments.var)
         element = self.distribution(nodes).base_dist
         return torch.logsumexp(element.log_prob(y) + weights.log(), 0).sum(-1)
+
+    def _is_elementwise(self, f: Tensor) -> bool:
+        """Whether y has a distribution for each function by itself, as far as shapes tell."""
+        p = self.distribution(f)
+        is_independent = isinstance(p, torch.distributions.Independent)
+        return is_independent and p.base_dist.batch_shape == f.shape
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         """y as the likelihood wants it, or an error; `(N,)` is read as one output."""
@@ -197,10 +229,18 @@ class _Noise(nn.Module):
 
 
 class _NoisyLikelihood(Likelihood):
-    """y = f + noise with a scale of the noise, one or one per output, which may be learned."""
+    """y = f + noise with a scale of the noise, one or one per output.
 
-    def __init__(self, noise_scale: float | Tensor = 0.1, learn: bool = True):
+    It is learned, fixed, or a site `noise_scale` with a prior.
+    """
+
+    def __init__(self, noise_scale: float | Tensor | PriorLike = 0.1, learn: bool = True):
         super().__init__()
+        self.noise_prior: PriorLike | None = None
+        if is_prior(noise_scale):
+            shape = scale_shape(noise_scale)
+            check_positive_prior("noise_scale", noise_scale, shape)
+            self.noise_prior, noise_scale, learn = noise_scale, torch.ones(shape), False
         if isinstance(noise_scale, Tensor):
             (check_floating if noise_scale.is_complex() else check_tensor)(
                 "noise_scale", noise_scale
@@ -222,22 +262,35 @@ class _NoisyLikelihood(Likelihood):
 
     @property
     def noise_scale(self) -> Tensor:
-        """Scale of the noise, a scalar or `(C,)`."""
+        """Scale of the noise, a scalar or `(C,)`; 1 if it is a site."""
         return self.noise.log_scale.exp()
+
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the parameters that are sites."""
+        return {} if self.noise_prior is None else {"noise_scale": self.noise_prior}
+
+    def sample_parameters(self) -> dict[str, Tensor]:
+        """Sample the parameters that have priors."""
+        return {
+            name: sample_scale(name, prior, self.noise_scale)
+            for name, prior in self.parameter_priors.items()
+        }
 
 
 class GaussianLikelihood(_NoisyLikelihood):
     """y = f + noise, noise ~ N(0, noise_scale^2), independent over outputs.
 
     Args:
-        noise_scale: standard deviation (sigma_f of the paper), one or one per output.
+        noise_scale: standard deviation (sigma_f of the paper), one or one per output; or a prior of
+            it, such as `pyro.distributions.LogNormal(-2.0, 1.0)`, which makes it a site.
         learn: whether it is a parameter.
     """
 
     has_closed_form = True
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
-        return dist.Normal(f, self.noise_scale).to_event(1)
+    def distribution(self, f: Tensor, noise_scale: Tensor | None = None) -> dist.Distribution:
+        return dist.Normal(f, self.noise_scale if noise_scale is None else noise_scale).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         noise_scale = self.noise_scale
@@ -292,22 +345,23 @@ class HeteroscedasticLikelihood(_NoisyLikelihood):
     that the noise starts at `noise_scale`.
 
     Args:
-        noise_scale: standard deviation of the noise where the process eta is zero.
+        noise_scale: standard deviation of the noise where the process eta is zero, or a prior.
         learn: whether that level is a parameter.
     """
 
     has_closed_form = True
     coupling = 3.0  # |w r a b| <= w a^2 / 2 + w r^2 b^2 / 2 in the mixed second derivative
 
-    def __init__(self, noise_scale: float | Tensor = 0.5, learn: bool = True):
+    def __init__(self, noise_scale: float | Tensor | PriorLike = 0.5, learn: bool = True):
         super().__init__(noise_scale, learn)
 
     def num_functions(self, num_outputs: int) -> int:
         return 2 * num_outputs
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
+    def distribution(self, f: Tensor, noise_scale: Tensor | None = None) -> dist.Distribution:
         mean, eta = f.chunk(2, -1)
-        return dist.Normal(mean, (0.5 * eta + self.noise.log_scale).exp()).to_event(1)
+        log_scale = self.noise.log_scale if noise_scale is None else noise_scale.log()
+        return dist.Normal(mean, (0.5 * eta + log_scale).exp()).to_event(1)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         return expected_log_heteroscedastic(y, *self._parts(moments), _covariance(moments))
@@ -364,20 +418,38 @@ class StudentTLikelihood(_NoisyLikelihood):
     """y = f + noise with Student-t noise: robust to outliers. Expectations by Monte Carlo.
 
     Args:
-        df: degrees of freedom.
-        noise_scale: scale of the noise, one or one per output.
+        df: degrees of freedom, or a prior of it, which makes it a site `df`.
+        noise_scale: scale of the noise, one or one per output, or a prior of it.
         learn: whether the scale is a parameter.
     """
 
-    def __init__(self, df: float = 4.0, noise_scale: float | Tensor = 0.1, learn: bool = True):
+    def __init__(
+        self,
+        df: float | PriorLike = 4.0,
+        noise_scale: float | Tensor | PriorLike = 0.1,
+        learn: bool = True,
+    ):
         super().__init__(noise_scale, learn)
+        self.df_prior: PriorLike | None = None
+        if is_prior(df):
+            check_positive_prior("df", df, torch.Size())
+            self.df_prior, df = df, 4.0
         check_positive("df", df)
-        self.df = float(df)
+        self.df = float(cast(float, df))
         # The weight of the mixture of normals, which bounds the curvature, over the surrogate.
         self.coupling = (self.df + 3) / (self.df + 1)
 
-    def distribution(self, f: Tensor) -> dist.Distribution:
-        return dist.StudentT(self.df, f, self.noise_scale).to_event(1)
+    @property
+    def parameter_priors(self) -> dict[str, PriorLike]:
+        """Priors of the scale of the noise and of the degrees of freedom, if they have any."""
+        own = {} if self.df_prior is None else {"df": self.df_prior}
+        return super().parameter_priors | own
+
+    def distribution(
+        self, f: Tensor, noise_scale: Tensor | None = None, df: Tensor | None = None
+    ) -> dist.Distribution:
+        scale = self.noise_scale if noise_scale is None else noise_scale
+        return dist.StudentT(self.df if df is None else df, f, scale).to_event(1)
 
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
@@ -413,8 +485,11 @@ class CategoricalLikelihood(Likelihood):
     ) -> ExpectedDerivatives:
         """1{y = c} - E p_c and E p_c (1 - p_c), p = softmax(f), from antithetic draws of f.
 
-        The draws are fresh at each call, so that averages over calls have no bias.
+        The draws are fresh at each call, so that averages over calls have no bias. With more than
+        100 classes there are fewer of them, at least two: a row draws all of its classes, and
+        precisions that classes share average over these as well.
         """
+        num_samples = max(2, min(num_samples, num_samples * 100 // moments.mean.shape[-1]))
         p = _antithetic_draws(moments, num_samples).softmax(-1)
         gradient = nn.functional.one_hot(y, p.shape[-1]) - p.mean(0)
         curvature = (p * (1 - p)).mean(0)
@@ -544,6 +619,24 @@ class PoissonLikelihood(Likelihood):
         _check_range(y, 0, math.inf, "Counts are not negative.")
         if not bool((y == y.round()).all()):
             raise ValueError("`y` must hold whole numbers: they are counts.")
+
+
+def _fixed_draws(moments: FunctionMoments, num_samples: int = 1000) -> Tensor:
+    """Draws of f, `(S, ..., N, F)`, the same at every call and for every row."""
+    generator = torch.Generator(moments.mean.device).manual_seed(0)
+    return sample_marginals(moments, num_samples, generator)
+
+
+def _moments_by_draws(y: dist.Distribution) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of y, its epistemic and its aleatoric variance, `(..., N, C)`, over a batch of draws."""
+    means, variances = y.mean, y.variance
+    if isinstance(y, torch.distributions.Categorical):  # has none of its own
+        values = torch.arange(y.probs.shape[-1]).to(y.probs)
+        means = (y.probs * values).sum(-1)
+        variances = (y.probs * (values - means.unsqueeze(-1)).square()).sum(-1)
+    if not y.event_shape:
+        means, variances = means.unsqueeze(-1), variances.unsqueeze(-1)
+    return means.mean(0), means.var(0), variances.mean(0)
 
 
 def _antithetic_draws(moments: FunctionMoments, num_samples: int) -> Tensor:

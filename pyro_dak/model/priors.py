@@ -8,8 +8,9 @@ shape, or a function from the shape to a distribution.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
+import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
@@ -22,14 +23,27 @@ __all__ = [
     "GammaScalePrior",
     "HorseshoePrior",
     "LaplacePrior",
+    "LogNormalPrior",
     "NormalPrior",
     "Prior",
     "PriorLike",
     "StudentTPrior",
+    "check_positive_prior",
+    "is_prior",
     "resolve_priors",
+    "sample_scale",
+    "scale_shape",
     "site_prior",
     "sites_inside",
 ]
+
+
+# Of a function that samples sites of its own.
+_HOW = (
+    " Sites that it samples, such as `tau`, have draws in front under vectorised particles: write "
+    "`tau[..., None, None, None]`, with as many None as the shape has dimensions, and leave "
+    "`.expand` and `.to_event` out."
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +61,15 @@ class _CheckedPrior(Prior):
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.dim() > 0:
+                raise TypeError(
+                    f"`{field.name}` of {type(self).__name__} is one number for all elements of a "
+                    f"site; got shape {tuple(value.shape)}. For one number each, give a "
+                    "distribution, such as pyro.distributions.Normal(0.0, scales)."
+                )
             check_fn = check_real if field.name == "loc" else check_positive
-            check_fn(field.name, getattr(self, field.name))
+            check_fn(field.name, value)
 
 
 PriorLike: TypeAlias = (
@@ -115,30 +136,83 @@ class GammaScalePrior(_CheckedPrior):
         return dist.Gamma(like.new_tensor(self.concentration), like.new_tensor(self.rate))
 
 
+@dataclass(frozen=True)
+class LogNormalPrior(_CheckedPrior):
+    """exp of N(loc, scale^2), for positive hyper-parameters: scales, noise, lengthscales."""
+
+    loc: float = 0.0
+    scale: float = 1.0
+
+    def element(self, like: Tensor) -> dist.Distribution:
+        return dist.LogNormal(like.new_tensor(self.loc), like.new_tensor(self.scale))
+
+
 def resolve_priors(
-    prior: Mapping[str, PriorLike] | None, shapes: Mapping[str, torch.Size]
+    prior: Mapping[str, PriorLike] | None,
+    shapes: Mapping[str, torch.Size],
+    scale_shapes: Mapping[str, torch.Size] | None = None,
 ) -> dict[str, Any]:
-    """A prior for every site in `shapes`, from the given ones and N(0, 1) for the rest.
+    """A prior for every site, from the given ones and N(0, 1) for the rest.
+
+    Args:
+        prior: priors by site.
+        shapes: event shapes of the weights.
+        scale_shapes: event shapes of positive hyper-parameters, each of which has a prior.
 
     Raises:
         ValueError: for an unknown site, or a distribution of another shape than its site.
     """
-    given = dict(prior or {})
+    given, scale_shapes = dict(prior or {}), scale_shapes or {}
     for name in given:
-        check_choice("prior", name, [*shapes, "shrinkage"])
+        check_choice("prior", name, [*shapes, "shrinkage", "unit_scale"])
     if isinstance(given.get("shrinkage"), HorseshoePrior):
         given["global_shrinkage"] = given["shrinkage"]
     resolved = {name: given.get(name, NormalPrior()) for name in shapes}
     for name, value in resolved.items():
-        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior)
+        is_for_scales = isinstance(value, HorseshoePrior | GammaScalePrior | LogNormalPrior)
         is_misplaced = is_for_scales != (name in ("shrinkage", "global_shrinkage"))
         if is_misplaced and isinstance(value, Prior):
             raise ValueError(
-                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior and "
-                'GammaScalePrior are for "shrinkage", the others for the weights.'
+                f"{type(value).__name__} is not a prior for the site `{name}`: HorseshoePrior, "
+                'GammaScalePrior and LogNormalPrior are for "shrinkage", the others for weights.'
             )
         site_prior(name, value, shapes[name], torch.zeros((), device="cpu"))
-    return resolved
+    scales = {name: given[name] for name in scale_shapes}
+    for name, value in scales.items():
+        check_positive_prior(f"prior[{name!r}]", value, scale_shapes[name])
+    return resolved | scales
+
+
+def check_positive_prior(label: str, value: PriorLike, shape: torch.Size) -> None:
+    """Raise unless a prior is one of positive numbers, for a site with this event shape."""
+    with pyro_lock, torch.random.fork_rng(devices=[]), poutine.block():
+        prior = site_prior(label, value, shape, torch.zeros((), device="cpu"))
+    minus_one = torch.full(shape, -1.0, device="cpu")
+    if bool(prior.support.check(minus_one).any()):
+        raise ValueError(
+            f"`{label}` must be a prior of positive numbers, such as "
+            f"pyro.distributions.LogNormal(0.0, 1.0); got {type(value).__name__}, which allows "
+            "negative ones."
+        )
+
+
+def is_prior(value: object) -> TypeGuard[PriorLike]:
+    """Whether a value stands for a distribution, and not for a number or a tensor."""
+    return isinstance(value, Prior | torch.distributions.Distribution) or callable(value)
+
+
+def scale_shape(value: PriorLike) -> torch.Size:
+    """The shape of a parameter with this prior: that of a distribution, a number for the rest."""
+    if isinstance(value, torch.distributions.Distribution):
+        return value.batch_shape + value.event_shape
+    return torch.Size()
+
+
+def sample_scale(name: str, value: PriorLike, like: Tensor) -> Tensor:
+    """Sample a parameter of a likelihood; a number gets a dimension for the outputs, `(..., 1)`."""
+    shape = scale_shape(value)
+    sampled = pyro.sample(name, site_prior(name, value, shape, like, is_batched=True))
+    return sampled if shape else sampled.unsqueeze(-1)
 
 
 def sites_inside(value: PriorLike, shape: torch.Size) -> list[str]:
@@ -151,11 +225,16 @@ def sites_inside(value: PriorLike, shape: torch.Size) -> list[str]:
     return list(capture.trace.stochastic_nodes)
 
 
-def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> dist.Distribution:
+def site_prior(
+    name: str, value: PriorLike, shape: torch.Size, like: Tensor, is_batched: bool = False
+) -> dist.Distribution:
     """The distribution of a site with event shape `shape`.
 
-    A scalar distribution is expanded, one with the right batch shape is turned into an event.
+    A scalar distribution is expanded, one with the right batch shape is turned into an event. The
+    result of a function is expanded to `shape` in any way that broadcasts. With `is_batched` it may
+    have draws in front, as it has under vectorised particles if it samples inside.
     """
+    is_function = not isinstance(value, torch.distributions.Distribution)
     if isinstance(value, Prior):
         return value.element(like).expand(shape).to_event(len(shape))
     if not isinstance(value, torch.distributions.Distribution):
@@ -169,7 +248,7 @@ def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> 
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise TypeError(
                 f"`prior[{name!r}]` must be a Prior, a distribution or a function of the shape; "
-                f"called with {tuple(shape)}, it says: {error}"
+                f"called with {tuple(shape)}, it says: {error}{_HOW if is_batched else ''}"
             ) from error
         check_kind(f"prior[{name!r}]", value, torch.distributions.Distribution, "a distribution")
     if value.event_shape == shape and value.batch_shape == ():
@@ -178,8 +257,26 @@ def site_prior(name: str, value: PriorLike, shape: torch.Size, like: Tensor) -> 
         return dist.Independent(value, len(value.batch_shape))
     if value.batch_shape + value.event_shape == ():
         return dist.Independent(value.expand(shape), len(shape))
+    if is_function and (expanded := _expanded(value, shape, is_batched)) is not None:
+        return expanded
     raise ValueError(
         f"`prior[{name!r}]` must have event shape {tuple(shape)}, the shape of the site; got batch "
         f"{tuple(value.batch_shape)} and event {tuple(value.event_shape)}. Use `.expand` and "
-        "`.to_event`, or pass a function of the shape."
+        f"`.to_event`, or pass a function of the shape.{_HOW if is_batched else ''}"
     )
+
+
+def _expanded(value: Any, shape: torch.Size, is_batched: bool) -> dist.Distribution | None:
+    """A distribution with its elements expanded to `(..., *shape)`, or None if they do not fit."""
+    full, n = value.batch_shape + value.event_shape, len(shape)
+    batch, own = full[: max(len(full) - n, 0)], full[max(len(full) - n, 0) :]
+    fits = all(
+        size in (1, want) for size, want in zip(reversed(own), reversed(shape), strict=False)
+    )
+    num_events = len(value.event_shape)
+    if not fits or own[len(own) - num_events :] != shape[n - num_events :]:
+        return None
+    if batch and not is_batched:
+        return None
+    elements = value.expand((*batch, *shape[: n - num_events]))
+    return dist.Independent(elements, n - num_events)

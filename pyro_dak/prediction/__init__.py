@@ -9,13 +9,20 @@ from pyro_dak.prediction.calibration import Calibration, calibrate
 from pyro_dak.prediction.freeze import freeze
 from pyro_dak.prediction.novelty import Novelty, learn_novelty
 from pyro_dak.prediction.predict import FunctionDraws, components, predict, sample_functions
-from pyro_dak.prediction.results import ClassPrediction, Components, NoveltyScores, Prediction
+from pyro_dak.prediction.results import (
+    ClassPrediction,
+    Components,
+    MixturePrediction,
+    NoveltyScores,
+    Prediction,
+)
 
 __all__ = [
     "Calibration",
     "ClassPrediction",
     "Components",
     "FunctionDraws",
+    "MixturePrediction",
     "Novelty",
     "NoveltyScores",
     "Prediction",

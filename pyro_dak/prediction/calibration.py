@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_dak.additive.gaussian import FunctionMoments, compact, sample_marginals
+from pyro_dak.additive.gaussian import FunctionMoments, compact
 from pyro_dak.inference.densities import checked_data, with_noise
-from pyro_dak.inference.guides.base import check_guide
+from pyro_dak.inference.draws import Posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood
@@ -57,7 +58,7 @@ class Calibration:
 
 def calibrate(
     model: DAK,
-    guide: nn.Module,
+    posterior: Posterior,
     x_val: Tensor,
     y_val: Tensor,
     *,
@@ -84,16 +85,17 @@ def calibrate(
 
     The rows must be held out: on rows that were trained on, the number is too small. The number is
     kept as `model.calibration`, also by `save` and `load`. It is found for the model without any,
-    so that a second call gives the same. It belongs to these weights and to this guide: `fit` sets
-    it back to None, which is no change, and after any other training, or for another guide of the
-    same model, calibrate again. It changes `predict` only: `components`, `sample_functions` and the
-    diagnostics show the posterior as it is.
+    so that a second call gives the same. It belongs to these weights and to this posterior: `fit`
+    sets it back to None, which is no change, and after any other training, or for another posterior
+    of the same model, calibrate again. It changes `predict` only: `components`, `sample_functions`
+    and the diagnostics show the posterior as it is.
 
     The score is computed in float64. It is looked at for numbers from a millionth to a million (the
     square of the temperature), and then by parabolas around the best of them. No draws are random.
 
     Args:
-        guide: the guide that will predict.
+        posterior: the posterior that will predict: anything that `predict` takes, apart from draws
+            that hold parameters of the likelihood.
         x_val: held-out inputs, `(N, ...)`, at least 10 rows. Some hundreds are better.
         y_val: their targets.
         method: as it will be in `predict`; so are the next three.
@@ -113,7 +115,6 @@ def calibrate(
     check_integer("chunk_size", chunk_size, minimum=1)
     check_seed("seed", seed)
     check_model(model)
-    check_guide(model, guide)
     kind = kind_of_number(model.likelihood)
     x, y = checked_data(model, x_val, y_val)
     if len(x) < _MIN_ROWS:
@@ -125,14 +126,17 @@ def calibrate(
     seed = 0 if seed is None else int(seed)
     options: dict[str, Any] = {"num_samples": num_samples, "seed": seed}
     with frozen_functions(
-        model, guide, x, residual_variance=residual_variance, **options
-    ) as moments_at:
-        chunks = with_bar(x.split(int(chunk_size)), progress, "calibrate")
-        parts = [_kept(model, moments_at(chunk.to(like.device))[0]) for chunk in chunks]
-        rows = [*zip(parts, y.to(like.device).split(int(chunk_size)), strict=True)]
+        model, posterior, x, residual_variance=residual_variance, **options
+    ) as frozen:
+        frozen.refuse_calibration()
+        size = frozen.num_rows(int(chunk_size))
+        chunks = with_bar(x.split(size), progress, "calibrate")
+        parts = [_kept(model, frozen(chunk.to(like.device))[0]) for chunk in chunks]
+        rows = [*zip(parts, y.to(like.device).split(size), strict=True)]
         for q in parts:
             check_finite("mean and variance of f", q.mean + q.var)
-        log_prob_fn = _log_prob_fn(model, num_samples if method == "mc" else None, seed)
+        draws_fn = partial(frozen.draws, num_samples=num_samples, seed=seed)
+        log_prob_fn = _log_prob_fn(model, draws_fn if method == "mc" else None)
 
         def nlpd_fn(t: float) -> float:
             number = math.exp(t if kind == "variance" else t / 2)
@@ -152,8 +156,13 @@ def _kept(model: DAK, q: FunctionMoments) -> FunctionMoments:
     return FunctionMoments(mean.double(), var.double(), None if root is None else root.double())
 
 
+def _rows(q: FunctionMoments, rows: slice) -> FunctionMoments:
+    root = None if q.root is None else q.root[:, rows]
+    return FunctionMoments(q.mean[rows], q.var[rows], root)
+
+
 def _log_prob_fn(
-    model: DAK, num_samples: int | None, seed: int
+    model: DAK, draws_fn: Callable[[FunctionMoments], Tensor] | None
 ) -> Callable[[FunctionMoments, Tensor, float], Tensor]:
     """The function from q(f), y and a number to the log density that `predict` gives to y."""
     likelihood: Any = with_noise(model.likelihood)
@@ -163,22 +172,21 @@ def _log_prob_fn(
         return rescaled_likelihood(likelihood, number).predictive_log_prob(y, moments)
 
     def of_labels(q: FunctionMoments, y: Tensor, number: float) -> Tensor:
-        size = max(1, _CHUNK_ELEMENTS // ((num_samples or 1) * q.mean.shape[-1]))
+        num_rows = 1 if draws_fn is None else len(draws_fn(_rows(q, slice(1))))
+        size = max(1, _CHUNK_ELEMENTS // (num_rows * q.mean.shape[-1]))
         parts = []
         for start in range(0, len(y), size):
             own = slice(start, start + size)
-            root = None if q.root is None else q.root[:, own]
-            part = FunctionMoments(q.mean[own], q.var[own], root)
-            if num_samples is None:
+            part = _rows(q, own)
+            if draws_fn is None:
                 double = FunctionMoments(part.mean.double(), part.var.double())
                 moments = rescaled_moments(likelihood, double, number)
                 logits, _ = likelihood.class_probabilities(moments, None)
             else:
-                generator = torch.Generator(q.mean.device).manual_seed(seed)
-                logits = sample_marginals(part, num_samples, generator).double() / number
+                logits = draws_fn(part).double() / number
             log_probs = likelihood.distribution(logits).log_prob(y[own])  # (S, N) or (N,)
-            if num_samples is not None:
-                log_probs = torch.logsumexp(log_probs, 0) - math.log(num_samples)
+            if draws_fn is not None:
+                log_probs = torch.logsumexp(log_probs, 0) - math.log(len(log_probs))
             parts.append(log_probs)
         return torch.cat(parts)
 

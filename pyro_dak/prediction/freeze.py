@@ -1,6 +1,5 @@
 """The one seam to the fast path: q(f) as a function of x, for weights that stay as they are."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation, dense_is_faster
-from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.gaussian import FunctionMoments, moments_of_draws
 from pyro_dak.additive.layer import AdditiveLayer
 from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.fast.serving import FixedMoments, affine_units, are_plain
+from pyro_dak.inference.densities import draw_functions
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
@@ -44,9 +44,10 @@ def freeze(
 
     Args:
         model: the model, in eval mode.
-        guide: a guide with a closed form, or any guide together with `sites`.
-        sites: draws of all sites, for a guide without a closed form. Mean and covariance of f are
-            then those over the draws.
+        guide: a guide with a closed form; it is not looked at if there are `sites`.
+        sites: draws of all sites, `(S, *event)` or `(S, 1, *event)`, for a posterior without a
+            closed form (see `pyro_dak.inference.draws`). Mean and covariance of f are then those
+            over the draws.
         residual_variance: whether to add the prior variance that the grid loses.
         num_rows: how many inputs there will be; preparations that pay only for many depend on it.
         compile: whether to compile network and last layer, once for each model.
@@ -80,7 +81,8 @@ def freeze_with_features(
     of the model is not `DAK` itself, whose unit inputs may come from anywhere.
     """
     check_model(model)
-    check_guide(model, guide)
+    if sites is None:
+        check_guide(model, guide)
     mixed = is_mixed(model.layer.log_unit_scale)
     # Without rows, no layer of the network is folded into the map to the units.
     network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
@@ -192,7 +194,4 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
 
 
 def _moments_of_draws(model: DAK, sites: dict[str, Tensor], h: Tensor) -> FunctionMoments:
-    f = model.functions(h, sites)  # (S, N, F)
-    mean = f.mean(0)
-    root = (f - mean) / math.sqrt(max(len(f) - 1, 1))
-    return FunctionMoments(mean, root.square().sum(0), root)
+    return moments_of_draws(draw_functions(model, h, sites))

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from pyro_dak.additive.gaussian import sample_marginals
-from pyro_dak.inference.guides.base import check_guide
+from pyro_dak.inference.draws import Posterior, as_guide, check_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_network
@@ -311,7 +310,7 @@ DAK.novelty_factory = Novelty.room_for
 
 def learn_novelty(
     model: DAK,
-    guide: nn.Module,
+    posterior: Posterior,
     x: Tensor,
     held_out: Tensor | None = None,
     *,
@@ -326,14 +325,15 @@ def learn_novelty(
 
     Args:
         model: the model, with its trained network.
-        guide: the guide that it predicts with; for classes its entropies are looked at.
+        posterior: the posterior that it predicts with, anything that `predict` takes; for classes
+            its entropies are looked at.
         x: training inputs, `(N, ...)`.
         held_out: inputs that the network was not trained on. From 200 rows on they are the rows
             that others are compared with, which is fairer than a comparison with training rows.
         progress: show a bar if it takes more than two seconds.
     """
     check_inputs(model, x)
-    check_guide(model, guide)
+    check_posterior(model, posterior)
     if held_out is not None:
         check_inputs(model, held_out, "held_out")
         if held_out.shape[1:] != x.shape[1:]:
@@ -342,9 +342,11 @@ def learn_novelty(
                 f"shape {tuple(held_out.shape)}."
             )
     check_network(model, x)
-    with explaining(model, x, guide=guide):
+    guide = as_guide(posterior)
+    modules = {} if guide is None else {"guide": guide}
+    with explaining(model, x, y=None, **modules):
         features, rows = features_of(model, in_random_order(x), progress)
-        model.novelty = novelty_of_features(model, guide, features, rows, held_out)
+        model.novelty = novelty_of_features(model, posterior, features, rows, held_out)
 
 
 def in_random_order(x: Tensor) -> Iterator[Tensor]:
@@ -381,7 +383,11 @@ def features_of(
 
 
 def novelty_of_features(
-    model: DAK, guide: nn.Module, features: Tensor, rows: Tensor, held_out: Tensor | None = None
+    model: DAK,
+    posterior: Posterior,
+    features: Tensor,
+    rows: Tensor,
+    held_out: Tensor | None = None,
 ) -> Novelty:
     """The statistics of training rows with these features, `(N, D_w)`.
 
@@ -396,21 +402,20 @@ def novelty_of_features(
         rows = rows[:MAX_REFERENCE_ROWS]
         scores = leverage.without_itself(features[: len(rows)])
     has_classes = isinstance(model.likelihood, CategoricalLikelihood)
-    entropy = _entropies(model, guide, rows) if has_classes else None
+    entropy = _entropies(model, posterior, rows) if has_classes else None
     like = model.layer.log_unit_scale
     return Novelty.of(leverage, Tails.of(scores, entropy)).to(like.device, like.dtype)
 
 
-def _entropies(model: DAK, guide: nn.Module, rows: Tensor, num_samples: int = 100) -> Tensor:
+def _entropies(model: DAK, posterior: Posterior, rows: Tensor, num_samples: int = 100) -> Tensor:
     """The entropies of the probabilities that `predict` gives to rows, without calibration."""
     likelihood: Any = model.likelihood
     options: dict[str, Any] = {"num_samples": num_samples, "residual_variance": False, "seed": 0}
     entropies = []
-    with frozen_functions(model, guide, rows, **options) as moments_at:
-        for chunk in rows.split(_CHUNK):
-            q, _ = moments_at(chunk)
+    with frozen_functions(model, posterior, rows, **options) as frozen:
+        for chunk in rows.split(frozen.num_rows(_CHUNK)):
+            q, _ = frozen(chunk)
             check_finite("mean and variance of f", q.mean + q.var)
-            draws = sample_marginals(q, num_samples, torch.Generator(chunk.device).manual_seed(0))
-            log_probs, _ = likelihood.class_probabilities(q, draws)
+            log_probs, _ = likelihood.class_probabilities(q, frozen.draws(q, num_samples, seed=0))
             entropies.append(torch.special.entr(log_probs.exp()).sum(-1))
     return torch.cat(entropies)

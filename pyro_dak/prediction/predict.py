@@ -1,18 +1,24 @@
 """From a posterior to predictions at new inputs, to components, and to functions drawn from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_dak.additive.gaussian import FunctionMoments, compact, sample_marginals
-from pyro_dak.inference.densities import seeded
-from pyro_dak.inference.draws import check_draws, draw_sites
+from pyro_dak.additive.gaussian import (
+    FunctionMoments,
+    compact,
+    draws_of_moments,
+    moments_of_draws,
+    sample_marginals,
+)
+from pyro_dak.additive.layer import Weights
+from pyro_dak.inference.densities import draw_functions, likelihood_parameters, seeded
+from pyro_dak.inference.draws import Posterior, draw_posterior, resolve_posterior
 from pyro_dak.inference.guides import GaussianGuide
-from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
@@ -21,10 +27,18 @@ from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, own_precision, with_own_tensors
 from pyro_dak.prediction.freeze import freeze_with_features
 from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
-from pyro_dak.prediction.results import ClassPrediction, Components, Prediction
+from pyro_dak.prediction.results import (
+    ClassPrediction,
+    Components,
+    MixturePrediction,
+    Prediction,
+    mixture_moments,
+    place,
+)
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
 __all__ = [
+    "FrozenFunctions",
     "FunctionDraws",
     "components",
     "frozen_functions",
@@ -33,10 +47,13 @@ __all__ = [
     "with_bar",
 ]
 
+# So many values of f are computed at a time from draws.
+_MAX_ELEMENTS = 2**24
+
 
 def predict(
     model: DAK,
-    guide: nn.Module,
+    posterior: Posterior,
     x: Tensor,
     *,
     method: Literal["mc", "probit"] = "mc",
@@ -57,11 +74,21 @@ def predict(
     share model and guide; those that draw from a guide of Pyro wait for each other. A model that
     was calibrated (see `calibrate`) predicts with the number that was found.
 
+    Any posterior predicts. Gaussian guides of this library and the exact posterior know q(f) in
+    closed form. All others are known by draws of their sites: mean and covariance of f are those
+    over the draws, and with "mc" class probabilities are averages over the draws themselves. Draws
+    are cast to the dtype of the model and moved to its device. If they hold parameters of the
+    likelihood too, such as `noise_scale`, the prediction is the mixture of p(y | f, parameters)
+    over the draws, a `MixturePrediction`.
+
     Args:
-        guide: a guide of this library or any Pyro guide of the model's sites.
+        posterior: a guide of this library, any Pyro guide of the model's sites, an exact posterior,
+            a run of `run_nuts` or of Pyro's `MCMC`, or a dictionary of draws by site, tensors or
+            arrays `(S, *event)` or `(chains, S, *event)`.
         x: inputs, `(N, ...)`, in the dtype of the model.
         method: for classes, "mc" averages probabilities over draws of f, "probit" samples nothing.
-        num_samples: draws of f for "mc"; draws of the weights for guides without closed form.
+        num_samples: draws of f for "mc"; draws of the weights for guides without closed form. Of
+            a posterior that is a set of draws, all are used.
         residual_variance: add the prior variance that the grid loses between and outside its nodes,
             so that far from the data the uncertainty returns to the prior's.
         seed: of the draws, where there are any; None is 0. Another seed gives other draws.
@@ -78,7 +105,6 @@ def predict(
     check_seed("seed", seed)
     seed = 0 if seed is None else int(seed)
     check_inputs(model, x)
-    check_guide(model, guide)
     device = model.layer.log_unit_scale.device
     likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
@@ -93,24 +119,32 @@ def predict(
     options: dict[str, Any] = {"num_samples": num_samples, "seed": seed, "compile": compile}
     with frozen_functions(
         model,
-        guide,
+        posterior,
         x,
         residual_variance=residual_variance,
         with_features=has_novelty,
         **options,
-    ) as moments_at:
-        for chunk in with_bar(x.split(int(chunk_size)), progress):
-            as_trained, features = moments_at(chunk.to(device))
+    ) as frozen:
+        parameters = frozen.parameters
+        is_mixture = bool(parameters)
+        if number is not None:
+            frozen.refuse_calibration()
+        for chunk in with_bar(x.split(frozen.num_rows(int(chunk_size))), progress):
+            as_trained, features = frozen(chunk.to(device))
             q = as_trained if number is None else rescaled_moments(own, as_trained, number)
             if has_classes:
                 draws = None
                 if needs_draws:
-                    generator = torch.Generator(device).manual_seed(seed)
-                    draws = sample_marginals(q, num_samples, generator)
+                    draws = frozen.draws(q, num_samples, seed)
                 results: tuple[Tensor, ...] = (*own.class_probabilities(q, draws), *q[:2])
             else:
-                q = compact(q)
-                results = (*own.predictive_moments(q), *q[:2])
+                q = q if is_mixture else compact(q)
+                if is_mixture:
+                    f = frozen.draws(q, num_samples, seed)
+                    q = moments_of_draws(f)
+                    results = (*mixture_moments(own, f, parameters), *q[:2])
+                else:
+                    results = (*own.predictive_moments(q), *q[:2])
                 results += () if q.root is None else (q.root.movedim(0, -2),)
             parts.append([part.to(x.device) for part in results])
             if features is not None:
@@ -133,13 +167,75 @@ def predict(
         return ClassPrediction(joined[0], joined[1], FunctionMoments(*joined[2:]), found)
     mean, epistemic, aleatoric, *functions = joined
     functions[2:] = [root.movedim(-2, 0) for root in functions[2:]]
-    return Prediction(mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
+    parts_of_y = (mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
+    if not is_mixture:
+        return Prediction(*parts_of_y)
+    return MixturePrediction(*parts_of_y, {n: v.to(x.device) for n, v in parameters.items()})
+
+
+class FrozenFunctions:
+    """q(f) of a posterior as a function of rows of x, and draws from it.
+
+    Args:
+        moments_at: gives q(f), and the features or None, at rows of x.
+        sites: draws of all sites, `(S, *event)`, or None if q(f) is known in closed form.
+        has_residuals: whether q(f) has variance beside that of the draws.
+        parameters: draws of what `distribution` of the likelihood takes beside f, `(S, 1, ...)`.
+    """
+
+    def __init__(
+        self,
+        moments_at: Callable[[Tensor], tuple[FunctionMoments, Tensor | None]],
+        sites: Mapping[str, Tensor] | None,
+        has_residuals: bool,
+        parameters: Mapping[str, Tensor],
+    ):
+        self._moments_at, self._sites, self._has_residuals = moments_at, sites, has_residuals
+        self.parameters = parameters
+
+    def __call__(self, x: Tensor) -> tuple[FunctionMoments, Tensor | None]:
+        return self._moments_at(x)
+
+    @property
+    def num_draws(self) -> int | None:
+        """S, or None if q(f) is known in closed form."""
+        return None if self._sites is None else len(self._sites["mu"])
+
+    def num_rows(self, chunk_size: int) -> int:
+        """How many rows to take at a time, at most `chunk_size`."""
+        if self._sites is None:
+            return chunk_size
+        return max(1, min(chunk_size, _MAX_ELEMENTS // self._sites["mu"].numel()))
+
+    def draws(self, q: FunctionMoments, num_samples: int, seed: int) -> Tensor:
+        """Draws of f from moments that this has returned, `(S, N, F)`: the posterior's own, if any.
+
+        Where they come from a closed form, or residual variance is added to them, all rows share
+        the standard normals of the seed.
+        """
+        generator = torch.Generator(q.mean.device).manual_seed(seed)
+        if self._sites is None:
+            return sample_marginals(q, num_samples, generator)
+        f = draws_of_moments(q)
+        if not self._has_residuals or q.root is None:
+            return f
+        noise = torch.randn(len(f), 1, f.shape[-1], generator=generator, device=f.device).to(f)
+        return f + (q.var - q.root.square().sum(0)).clamp(min=0).sqrt() * noise
+
+    def refuse_calibration(self) -> None:
+        """Raise if the posterior has draws of parameters of the likelihood, such as its noise."""
+        if self.parameters:
+            names = ", ".join(f"`{name}`" for name in self.parameters)
+            raise NotImplementedError(
+                f"Predictions are not rescaled where the posterior holds draws of {names}, which "
+                "say how wide they are. Set `model.calibration = None`, and do not calibrate."
+            )
 
 
 @contextmanager
 def frozen_functions(
     model: DAK,
-    guide: nn.Module,
+    posterior: Posterior,
     x: Tensor,
     *,
     num_samples: int,
@@ -147,19 +243,21 @@ def frozen_functions(
     seed: int,
     compile: bool = False,
     with_features: bool = False,
-) -> Iterator[Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]]:
+) -> Iterator[FrozenFunctions]:
     """A context with q(f) as a function of rows of x, as they are without calibration.
 
     With `with_features`, what `model.features` returns comes with it, else None. Guides without a
     closed form are known by `num_samples` draws from `seed`.
     """
-    sites, device = None, model.layer.log_unit_scale.device
-    if not getattr(guide, "has_closed_form", False):
-        with explaining(model, x, guide=guide), evaluating(model, guide), seeded(seed):
-            sites = draw_sites(guide, num_samples, x[:1].to(device))
-        check_draws(model, sites)
-    with explaining(model, x, guide=guide), evaluating(model, guide), known_sites(model):
-        yield freeze_with_features(
+    q = resolve_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    guide, sites = (None, q) if isinstance(q, dict) else (q, None)
+    modules = {} if guide is None else {"guide": guide}
+    with (
+        explaining(model, x, **modules),
+        evaluating(model, *modules.values()),
+        known_sites(model, given=sites or ()),
+    ):
+        moments_at = freeze_with_features(
             model,
             guide,
             sites,
@@ -168,31 +266,48 @@ def frozen_functions(
             compile=compile,
             with_features=with_features,
         )
+        parameters = {} if sites is None else likelihood_parameters(model, sites)
+        yield FrozenFunctions(moments_at, sites, residual_variance, parameters)
 
 
 def components(
-    model: DAK, guide: GaussianGuide, x: Tensor, *, chunk_size: int = 1024, progress: bool = True
+    model: DAK,
+    posterior: Posterior,
+    x: Tensor,
+    *,
+    num_samples: int = 100,
+    seed: int | None = None,
+    chunk_size: int = 1024,
+    progress: bool = True,
 ) -> Components:
-    """What each unit adds to f at x: mean and variance of sigma_p g_p(h_p), for Gaussian guides."""
-    if not getattr(guide, "has_closed_form", False):
-        raise NotImplementedError(
-            f"Components need a Gaussian guide of pyro_dak and no shrinkage; got "
-            f"{type(guide).__name__}. Use sample_functions instead."
-        )
+    """What each unit adds to f at x: mean and variance of sigma_p g_p(h_p).
+
+    They are exact for posteriors with a closed form, and otherwise those over draws.
+
+    Args:
+        posterior: any posterior, as in `predict`.
+        x: inputs, `(N, ...)`.
+        num_samples: draws of the weights for guides without closed form.
+        seed: of these draws; None is 0.
+        chunk_size: rows at a time.
+        progress: show a bar if it takes more than two seconds.
+    """
+    check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
+    check_seed("seed", seed)
     check_inputs(model, x)
-    check_guide(model, guide)
+    seed = 0 if seed is None else int(seed)
+    q = resolve_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    modules = {} if isinstance(q, dict) else {"guide": q}
     parts = []
     with (
-        explaining(model, x, guide=guide),
-        evaluating(model, guide),
-        known_sites(model, for_y=False),
+        explaining(model, x, **modules),
+        evaluating(model, *modules.values()),
+        known_sites(model, for_y=False, given=q if isinstance(q, dict) else ()),
     ):
-        roots = guide.unit_roots()
         for chunk in with_bar(x.split(int(chunk_size)), progress):
             h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
-            mean = model.layer.component_means(h, guide.weight_means())
-            var = model.layer.component_variances(h, *roots)
+            mean, var = _component_moments(model, q, h)
             parts.append(tuple(part.to(x.device) for part in (mean, var, h)))
         result = Components(*(torch.cat(part) for part in zip(*parts, strict=True)))
         check_finite("unit_inputs", result.unit_inputs)
@@ -200,18 +315,44 @@ def components(
     return result
 
 
+def _component_moments(
+    model: DAK, q: GaussianGuide | dict[str, Tensor], h: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the shares of the units at unit inputs h `(N, P)`, `(N, F, P)` each."""
+    layer = model.layer
+    if not isinstance(q, dict):
+        means = layer.component_means(h, q.weight_means())
+        return means, layer.component_variances(h, *q.unit_roots())
+    ratio = q.get("unit_scale", layer.unit_scale) / layer.unit_scale
+    ratio = (ratio * q.get("shrinkage", 1.0)).expand(len(q["mu"]), -1)  # (S, P)
+    mean = h.new_zeros(len(h), layer.num_functions, layer.num_units)
+    squares = torch.zeros_like(mean)
+    for s, factor in enumerate(ratio):  # Welford's sums, in which nothing cancels
+        weights = Weights(q["z"][s], q["mu"][s], q["linear"][s] if layer.linear_term else None)
+        shares = factor * layer.component_means(h, weights)
+        shift = shares - mean
+        mean = mean + shift / (s + 1)
+        squares = squares + shift * (shares - mean)
+    return mean, squares / max(len(ratio) - 1, 1)
+
+
 class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
     """Functions drawn from a posterior: `draws(x)` is `(S, N, F)`, `draws[i](x)` is `(N, F)`.
 
     Values have gradients in x if x asks for them. Inputs may have a batch in front, `(*b, N, ...)`,
-    if the model knows the shape of a row; values are then `(S, *b, N, F)`.
+    if the model knows the shape of a row; values are then `(S, *b, N, F)`. `sites` holds the draws,
+    `(S, *event)`, in the dtype of the model.
     """
 
-    def __init__(self, model: DAK, sites: dict[str, Tensor]):
-        self.model, self.sites = model, sites
+    def __init__(self, model: DAK, sites: dict[str, Tensor], is_single: bool = False):
+        self.model, self.sites, self._is_single = model, sites, is_single
 
     def __len__(self) -> int:
         return len(self.sites["z"])
+
+    def __repr__(self) -> str:
+        mu = self.sites["mu"]
+        return f"FunctionDraws({len(self)} draws of {mu.shape[-1]} functions; {place(mu)})"
 
     def __call__(self, x: Tensor) -> Tensor:
         check_inputs(self.model, x)
@@ -222,35 +363,55 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
         with (
             explaining(self.model, x),
             evaluating(self.model),
-            known_sites(self.model, for_y=False),
+            known_sites(self.model, for_y=False, given=self.sites),
             torch.set_grad_enabled(has_gradients),
         ):
             h = self.model.unit_inputs(x)
             check_finite("unit_inputs", h)
-            f = self.model.functions(h, self.sites)
+            f = draw_functions(self.model, h, self.sites)
             check_finite("f", f)
-        return f.unflatten(-2, batch)
+        f = f.unflatten(-2, batch)
+        return f.squeeze(0) if self._is_single else f
 
-    def __getitem__(self, index: int) -> "Callable[[Tensor], Tensor]":  # type: ignore[override]
+    def __getitem__(self, index: int | slice) -> "FunctionDraws":
+        chosen: Any = index
+        is_single = not isinstance(index, slice)
         if not isinstance(index, slice):
             check_integer("index", index, minimum=-(2**63))
             if not -len(self) <= index < len(self):
                 raise IndexError(f"`index` must count one of {len(self)} draws; got {index}.")
-        one = {name: value[index] for name, value in self.sites.items()}
-        return FunctionDraws(self.model, one)
+            chosen = [int(index)]
+        sites = {name: value[chosen] for name, value in self.sites.items()}
+        return FunctionDraws(self.model, sites, is_single)
 
 
-def sample_functions(model: DAK, guide: nn.Module, num_samples: int) -> FunctionDraws:
-    """Functions drawn from the posterior: a draw of the weights is a whole function of x."""
+def sample_functions(
+    model: DAK, posterior: Posterior, num_samples: int, *, seed: int | None = None
+) -> FunctionDraws:
+    """Functions drawn from the posterior: a draw of the weights is a whole function of x.
+
+    Args:
+        posterior: any posterior, as in `predict`.
+        num_samples: how many functions. A guide is sampled. Of a set of draws, so many are taken
+            at random, each at most once.
+        seed: of the draws; by default torch's global state is used.
+    """
     check_model(model)
-    check_guide(model, guide)
     check_integer("num_samples", num_samples, minimum=1)
     shape = model.input_shape
     like = model.layer.log_unit_scale
     x = None if shape is None else torch.zeros(1, *shape, dtype=like.dtype, device=like.device)
-    with explaining(model, guide=guide), evaluating(model, guide):
-        sites = draw_sites(guide, num_samples, x)
-    check_draws(model, sites)
+    draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
+    sites = {name: value.to(like) for name, value in draws.flat().items()}
+    if len(sites["mu"]) < num_samples:
+        raise ValueError(
+            f"`num_samples` must be at most {len(sites['mu'])}, the draws that the posterior has; "
+            f"got {num_samples}."
+        )
+    if len(sites["mu"]) > num_samples:
+        with seeded(seed):
+            chosen = torch.randperm(len(sites["mu"]))[:num_samples].to(like.device)
+        sites = {name: value[chosen] for name, value in sites.items()}
     return FunctionDraws(model, sites)
 
 

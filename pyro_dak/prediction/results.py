@@ -1,13 +1,14 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.additive.gaussian import FunctionMoments, draws_of_moments, sample_marginals
 from pyro_dak.inference.densities import seeded
 from pyro_dak.model.likelihoods import (
     CategoricalLikelihood,
@@ -17,7 +18,16 @@ from pyro_dak.model.likelihoods import (
 )
 from pyro_dak.validation import check_choice, check_integer, check_probability
 
-__all__ = ["ClassPrediction", "Components", "NoveltyScores", "Prediction", "WithNovelty"]
+__all__ = [
+    "ClassPrediction",
+    "Components",
+    "MixturePrediction",
+    "NoveltyScores",
+    "Prediction",
+    "WithNovelty",
+    "mixture_moments",
+    "place",
+]
 
 
 class NoveltyScores(NamedTuple):
@@ -79,7 +89,12 @@ class WithNovelty:
 _MAX_DRAWS = 2**23
 
 
-@dataclass(frozen=True)
+def place(value: Tensor) -> str:
+    """Dtype and device of a tensor, as in "float32 on cpu"."""
+    return f"{str(value.dtype).removeprefix('torch.')} on {value.device}"
+
+
+@dataclass(frozen=True, repr=False)
 class Prediction(WithNovelty):
     """What is known of y at new inputs; all tensors `(N, C)`.
 
@@ -95,6 +110,20 @@ class Prediction(WithNovelty):
     likelihood: Likelihood
     novelty_scores: NoveltyScores | None = None
 
+    def __repr__(self) -> str:
+        N, C = self.mean.shape
+        parts = {
+            "mean": self.mean,
+            "std": self.std,
+            "epistemic std": self.epistemic.sqrt(),
+            "aleatoric std": self.aleatoric.sqrt(),
+        }
+        facts = ", ".join(f"{name} {float(value.mean()):.3g}" for name, value in parts.items())
+        return (
+            f"{type(self).__name__}({N} rows x {C} outputs, {type(self.likelihood).__name__}; "
+            f"averages over rows: {facts}; {place(self.mean)})"
+        )
+
     @property
     def variance(self) -> Tensor:
         """Var y = epistemic + aleatoric."""
@@ -106,22 +135,40 @@ class Prediction(WithNovelty):
         return self.variance.sqrt()
 
     def quantile(self, q: float, num_samples: int = 1000) -> Tensor:
-        """The q-quantile of y, `(N, C)`.
+        """The q-quantile of y, `(N, C)`, of each output by itself.
 
         With Gaussian noise that of N(mean, variance), exact if the noise is the same everywhere;
-        other likelihoods take it from `num_samples` draws, always the same ones.
+        other likelihoods take it from `num_samples` draws, always the same ones. For counts and
+        other discrete y it is one of their values: the smallest that y exceeds in at most a share
+        1 - q of the draws.
         """
         check_probability("q", q)
         check_integer("num_samples", num_samples, minimum=1)
-        if isinstance(self.likelihood, GaussianLikelihood | HeteroscedasticLikelihood):
+        if self._is_normal:
             return self.mean + torch.special.ndtri(self.mean.new_tensor(q)) * self.std
         size = max(1, _MAX_DRAWS // (num_samples * self.mean.shape[-1]))
         with seeded(0), torch.no_grad():
             parts = (self._draws(rows, num_samples) for rows in _slices(len(self.mean), size))
-            return torch.cat([draws.quantile(q, 0) for draws in parts])
+            return torch.cat([_quantile(draws, q, self._is_discrete) for draws in parts]).to(
+                self.mean.dtype
+            )
+
+    @property
+    def _is_normal(self) -> bool:
+        """Whether quantiles are those of a normal distribution."""
+        return isinstance(self.likelihood, GaussianLikelihood | HeteroscedasticLikelihood)
+
+    @property
+    def _is_discrete(self) -> bool:
+        likelihood: Any = self.likelihood
+        support: Any = likelihood.distribution(self._functions_at(slice(1)).mean).support
+        return bool(support.is_discrete)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Lower and upper end of the central interval with probability `level`."""
+        """Lower and upper end of the central interval with probability `level`.
+
+        For discrete y both ends belong to the interval, whose probability is at least `level`.
+        """
         check_probability("level", level)
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
@@ -143,21 +190,70 @@ class Prediction(WithNovelty):
         _check_rows(y, self.mean)
         with torch.no_grad():
             parts = [
-                self.likelihood.predictive_log_prob(y[rows], self._functions_at(rows))
-                for rows in _slices(len(y), 8192)
+                self._log_prob(y[rows], self._functions_at(rows)) for rows in _slices(len(y), 8192)
             ]
         return torch.cat(parts)
 
+    def _log_prob(self, y: Tensor, functions: FunctionMoments) -> Tensor:
+        return self.likelihood.predictive_log_prob(y, functions)
+
     def _draws(self, rows: slice, num_samples: int) -> Tensor:
         f = sample_marginals(self._functions_at(rows), num_samples)
-        return self.likelihood.distribution(f).sample()
+        return _with_columns(self.likelihood.distribution(f).sample())
 
     def _functions_at(self, rows: slice) -> FunctionMoments:
         mean, var, root = self.functions
         return FunctionMoments(mean[rows], var[rows], None if root is None else root[:, rows])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
+class MixturePrediction(Prediction):
+    """A prediction by draws of f and of parameters t of the likelihood: p(y) = mean_s p(y|f_s,t_s).
+
+    `functions` holds the mean and the covariance over the draws of f, and its root has a row for
+    each draw, which needs S N F numbers. `parameters` are the draws of the parameters by name,
+    `(S, 1, 1)` or `(S, 1, C)`.
+    """
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def _is_normal(self) -> bool:
+        return False
+
+    def _log_prob(self, y: Tensor, functions: FunctionMoments) -> Tensor:
+        log_probs = self._given_draws(functions).log_prob(y)  # (S, N)
+        return log_probs.logsumexp(0) - math.log(len(log_probs))
+
+    def _draws(self, rows: slice, num_samples: int) -> Tensor:
+        """Draws of y, about as many from each draw of f and of the parameters."""
+        functions = self._functions_at(rows)
+        p, S = self._given_draws(functions), len(draws_of_moments(functions))
+        y = p.sample((math.ceil(num_samples / S),)).flatten(0, 1)
+        chosen = torch.linspace(0, len(y) - 1, num_samples).round().long()
+        return _with_columns(y[chosen.to(y.device)])
+
+    def _given_draws(self, functions: FunctionMoments) -> Any:
+        """p(y | f_s, t_s), batch shape `(S, N)`."""
+        likelihood: Any = self.likelihood
+        return likelihood.distribution(draws_of_moments(functions), **self.parameters)
+
+
+def mixture_moments(
+    likelihood: Any, f: Tensor, parameters: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of y, its epistemic and its aleatoric variance, `(N, C)`, over draws of f `(S, N, F)`.
+
+    By the law of total variance these are the mean and the variance over draws of E[y | f_s, t_s],
+    and the mean of Var[y | f_s, t_s], with the `parameters` t of the likelihood.
+    """
+    p = likelihood.distribution(f, **parameters)
+    mean, variance = _with_columns(p.mean), _with_columns(p.variance)
+    spread = mean.var(0, correction=min(1, len(mean) - 1))
+    return mean.mean(0), spread, variance.mean(0)
+
+
+@dataclass(frozen=True, repr=False)
 class ClassPrediction(WithNovelty):
     """Class probabilities `(N, C)`, as logarithms, and how sure they are.
 
@@ -169,6 +265,14 @@ class ClassPrediction(WithNovelty):
     expected_entropy: Tensor
     functions: FunctionMoments
     novelty_scores: NoveltyScores | None = None
+
+    def __repr__(self) -> str:
+        N, C = self.log_probs.shape
+        return (
+            f"ClassPrediction({N} rows x {C} classes; averages over rows: largest probability "
+            f"{float(self.probs.amax(-1).mean()):.3g}, entropy {float(self.entropy.mean()):.3g} "
+            f"nats; {place(self.log_probs)})"
+        )
 
     @property
     def probs(self) -> Tensor:
@@ -212,6 +316,27 @@ class Components(NamedTuple):
     mean: Tensor
     variance: Tensor
     unit_inputs: Tensor
+
+    def __repr__(self) -> str:
+        N, F, P = self.mean.shape
+        return (
+            f"Components({N} rows x {F} functions x {P} units; averages: |mean| "
+            f"{float(self.mean.abs().mean()):.3g}, std {float(self.variance.sqrt().mean()):.3g}; "
+            f"{place(self.mean)})"
+        )
+
+
+def _quantile(draws: Tensor, q: float, is_discrete: bool) -> Tensor:
+    """The q-quantile over the first axis; of discrete draws the least v with P(y <= v) >= q."""
+    if not is_discrete:
+        return draws.quantile(q, 0)
+    rank = min(max(math.ceil(q * len(draws)), 1), len(draws))
+    return draws.sort(0).values[rank - 1]
+
+
+def _with_columns(y: Tensor) -> Tensor:
+    """y `(S, N, C)`, also where its distribution has one number for each row."""
+    return y if y.dim() == 3 else y.unsqueeze(-1)
 
 
 def _slices(num_rows: int, size: int) -> Iterator[slice]:

@@ -36,7 +36,9 @@ def _classes(module: ModuleType, names: str) -> dict[str, Any]:
 
 
 _KERNELS = _classes(kernels, "LaplaceKernel MaternKernel RBFKernel")
-_PRIORS = _classes(priors, "GammaScalePrior HorseshoePrior LaplacePrior NormalPrior StudentTPrior")
+_PRIORS = _classes(
+    priors, "GammaScalePrior HorseshoePrior LaplacePrior LogNormalPrior NormalPrior StudentTPrior"
+)
 _LIKELIHOODS = _classes(
     likelihoods,
     "BernoulliLikelihood CategoricalLikelihood GaussianLikelihood HeteroscedasticLikelihood "
@@ -276,7 +278,7 @@ def _describe_model(model: DAK) -> Description:
         },
         "embedding": model.embedding is not None,
         "prior": {
-            name: _named(f"prior of {name}", prior, _PRIORS) | asdict(prior)
+            name: _describe_prior(name, prior)
             for name, prior in model.prior.items()
             if name != "global_shrinkage"
         },
@@ -320,6 +322,9 @@ def _model_arguments(description: Description) -> dict[str, Any]:
     likelihood = dict(arguments["likelihood"])
     if isinstance(likelihood.get("noise_scale"), list):
         likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
+    for name, value in likelihood.items():
+        if isinstance(value, dict):
+            likelihood[name] = _build(f"prior of {name}", value, _PRIORS)
     arguments["likelihood"] = _build("likelihood", likelihood, _LIKELIHOODS)
     arguments["prior"] = {k: _build("prior", v, _PRIORS) for k, v in arguments["prior"].items()}
     return arguments
@@ -328,7 +333,8 @@ def _model_arguments(description: Description) -> dict[str, Any]:
 def _describe_guide(guide: nn.Module) -> Description:
     """The class of a guide and what made it; the name is None for an unknown class."""
     name = type(guide).__name__
-    if _GUIDES.get(name) is not type(guide):
+    is_partial = isinstance(guide, guides.GaussianGuide) and not guide.has_all_sites
+    if _GUIDES.get(name) is not type(guide) or is_partial:
         return {"name": None, "class": name}
     options = {key: getattr(guide, key, None) for key in _GUIDE_OPTIONS}
     return {"name": name} | {key: value for key, value in options.items() if value is not None}
@@ -409,7 +415,13 @@ def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
         description["learn"] = isinstance(noise.log_scale, nn.Parameter)
     if isinstance(likelihood, likelihoods.StudentTLikelihood):
         description["df"] = likelihood.df
+    for name, prior in getattr(likelihood, "parameter_priors", {}).items():
+        description[name] = _describe_prior(name, prior)
     return description
+
+
+def _describe_prior(name: str, prior: Any) -> Description:
+    return _named(f"prior of {name}", prior, _PRIORS) | asdict(prior)
 
 
 def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:

@@ -218,6 +218,7 @@ def fit(
         batches.held_out = held_out
         if not fixed_features:  # whose network has run already
             check_network(model, first)
+            _warn_if_statistics_move(model.feature_extractor)
         model.input_shape = model.input_shape or tuple(first.shape[1:])
         with explaining(model, guide=guide):
             set_up_guide(guide, model, first[:2].to(fabric.device))
@@ -249,6 +250,19 @@ def fit(
             _learn_novelty(model, guide, batches, first, plan, progress and fabric.is_global_zero)
     model.scaling.warn_if_dead(model.num_input_units)
     return history
+
+
+def _warn_if_statistics_move(network: nn.Module) -> None:
+    """Warn about a network that trains nothing, and whose running statistics would move."""
+    is_frozen = not any(parameter.requires_grad for parameter in network.parameters())
+    moving = [n for n, part in network.named_modules() if getattr(part, "track_running_stats", 0)]
+    if is_frozen and moving:
+        warnings.warn(
+            f"No parameter of the network is trained, but training mode moves the running "
+            f"statistics of `{moving[0]}`. Pass `fixed_features=True` to leave the network as it "
+            "is; features are then computed once.",
+            stacklevel=3,
+        )
 
 
 def _learn_novelty(

@@ -100,12 +100,19 @@ class Learner:
             fabric: adds up over processes.
         """
 
+    def after_epoch(self) -> None:
+        """Finish what an epoch has left undone; called before held-out rows are scored."""
+
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors, as plain data."""
         return {}
 
-    def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Go on from what `progress` returned, read from a file."""
+    def progress_tensors(self) -> dict[str, Tensor]:
+        """Tensors that a checkpoint keeps for the run to go on, and that are no weights."""
+        return {}
+
+    def restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Go on from what `progress` and `progress_tensors` returned, read from a file."""
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The parameters of the network, which have weight decay, and those of the last layer."""
@@ -467,6 +474,7 @@ class Run:
             self.totals / self.data.epoch_weight, reduce_op="mean"
         ).tolist()
         self._check_finite(means[0], "loss")
+        self.learner.after_epoch()
         row = self.learner.history_row(means, self.data.num_rows)
         factor = next(self.plan.factors(self.step - 1, self.batches_per_epoch))
         row["learning_rate"] = self.raw_optimizers[0].param_groups[0]["initial_lr"] * factor
@@ -535,6 +543,8 @@ class Run:
             states = optimizer_state(self.raw_optimizers)
             trainer = {f"optimizer.{name}": tensor for name, tensor in states.items()}
             trainer |= {f"best.{name}": tensor[0] for name, tensor in self.best.kept.items()}
+            own = self.learner.progress_tensors()
+            trainer |= {f"learner.{name}": tensor for name, tensor in own.items()}
             trainer |= {"totals": totals, "generator": self.generator_states[0]}
             for number, state in enumerate(self.generator_states[1:]):
                 trainer[f"loader_generator.{number}"] = state
@@ -606,7 +616,8 @@ class Run:
             raise ValueError("the weights of the best epoch are not finite, or of another model")
         if totals.shape != self.totals.shape:
             raise ValueError(f"`totals` has shape {tuple(totals.shape)}")
-        self.learner.restore_progress(state.get("learner", {}))
+        learner = _with_prefix(trainer, "learner.")
+        self.learner.restore_progress(state.get("learner", {}), learner)
         load_optimizers(self.raw_optimizers, _with_prefix(trainer, "optimizer."))
         try:
             self.learner.load_state_dict(tensors)

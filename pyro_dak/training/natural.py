@@ -16,14 +16,22 @@ from torch import Tensor, nn
 from pyro_dak.additive.scaling import NoScaling
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import divergence, expected_and_sums, learn, learn_noise
+from pyro_dak.inference.natural import (
+    BatchRows,
+    Gathering,
+    divergence,
+    expected_and_rows,
+    learn_noise,
+    of_weights,
+)
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
+from pyro_dak.training.checkpoint import is_finite
 from pyro_dak.training.data import Data, rewound
 from pyro_dak.training.loop import DAKLoss, seeded
 from pyro_dak.training.plan import TrainingError
-from pyro_dak.validation import check_real
+from pyro_dak.validation import check_integer, check_positive, check_real
 
 __all__ = ["NaturalLoss", "build_learner"]
 
@@ -42,11 +50,10 @@ class NaturalLoss(DAKLoss):
     """Minus the ELBO per datum of a DAK with a `NaturalGuide`, and the steps of that guide.
 
     Attributes:
-        passes: passes over the data that q has made, which the lengths of its steps depend on; None
-            before the first step. It starts at the share of the data that q knows already.
+        gathering: takes the steps of q, on the rows of several batches where each is a small part
+            of what q knows.
     """
 
-    passes: float | None = None
     compiled_method = "batch_terms"
 
     def __init__(
@@ -70,38 +77,43 @@ class NaturalLoss(DAKLoss):
             )
             compile = False
         super().__init__(model, guide, objective, from_features, compile)
+        self.gathering = Gathering()
 
     def forward(  # type: ignore[override]
         self, x: Tensor, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor, _Unrounded]:
         """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
         guide: Any = self.guide
-        weights = guide.fixed_weights(self.model.layer.log_unit_scale.dtype)
-        expected, sums = self.batch_terms(x, y, *weights)
+        layer = self.model.layer
+        weights = guide.fixed_weights(layer, layer.log_unit_scale.dtype)
+        expected, rows = self.batch_terms(x, y, *weights)
         kl, weight = divergence(self.model, guide), scale * len(y) / num_data
         expected = expected * (num_data / len(y))
         loss = kl - expected
         with torch.no_grad():
             means = torch.stack([loss, expected, kl]).mul_(weight / num_data)
-        return loss * (weight / num_data), means, _Unrounded(sums)
+        return loss * (weight / num_data), means, _Unrounded(rows.sums(self.model, guide))
 
-    def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, RowSums]:
-        """`expected_and_sums` of a batch; all that depends on x, which can be compiled."""
+    def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, BatchRows]:
+        """`expected_and_rows` of a batch; all that depends on x, which can be compiled."""
         h = self._unit_inputs(x)
         elbo: Any = self.elbo
         guide: Any = self.guide
-        return expected_and_sums(elbo, self.model, guide, h, y, *weights)
+        return expected_and_rows(elbo, self.model, guide, h, y, *weights)
 
     def after_step(self, seen: _Unrounded, num_rows: int, num_data: int, fabric: Any) -> None:
         """Move q by the batch; every process adds up the sums of all and takes the same step."""
         guide: Any = self.guide
         sums, total = _over_processes(seen.sums, num_rows, fabric)
-        fraction = total / num_data
-        if self.passes is None:
-            self.passes = min(1.0, float(guide.num_rows) / num_data)
         if not _is_mixed_half(fabric) or _are_finite(sums):  # else the optimisers skip it too
-            learn(self.model, guide, sums, total, self.passes, fraction)
-        self.passes += fraction
+            self.gathering.add(self.model, guide, sums, total, num_data)
+        else:
+            self.gathering.skip(guide, total, num_data)
+
+    def after_epoch(self) -> None:
+        """Bring the rows into q that wait for a step."""
+        guide: Any = self.guide
+        self.gathering.step(self.model, guide)
 
     def parameter_groups(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Extractor and embedding; scales of the units and what else the likelihood has."""
@@ -110,13 +122,45 @@ class NaturalLoss(DAKLoss):
         return network, [parameter for parameter in last_layer if parameter is not noise]
 
     def progress(self) -> dict[str, Any]:
-        return {"passes": self.passes}
+        own = self.gathering
+        counts = {"num_rows": own.num_rows, "fraction": own.fraction}
+        return {"passes": own.passes, "num_batches": own.num_batches} | counts
 
-    def restore_progress(self, progress: dict[str, Any]) -> None:
-        passes = progress["passes"]
-        if passes is not None:
-            check_real("passes", passes)
-        self.passes = passes
+    def progress_tensors(self) -> dict[str, Tensor]:
+        sums = self.gathering.sums
+        found = {} if sums is None else sums._asdict()
+        return {name: value for name, value in found.items() if value is not None}
+
+    def restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        own = Gathering()
+        own.passes = progress["passes"]
+        if own.passes is not None:
+            check_real("passes", own.passes)
+        if tensors:
+            self._check_sums(tensors)
+            for name in ("num_rows", "fraction"):
+                check_positive(name, progress[name])
+                setattr(own, name, progress[name])
+            check_integer("num_batches", progress["num_batches"], minimum=1)
+            own.num_batches = progress["num_batches"]
+            own.sums = RowSums(**tensors)
+        self.gathering = own
+
+    def _check_sums(self, tensors: dict[str, Tensor]) -> None:
+        """Raise unless these can be sums over rows for this guide."""
+        guide: Any = self.guide
+        noise = self.model.likelihood.closed_noise
+        shapes = {"gradient": guide.mean.shape, "curvature": guide.precision.shape}
+        if guide.covariance == "diagonal":
+            shapes["coarse_curvature"] = guide.coarse_precision.shape
+        if guide.covariance == "shared":
+            shapes |= {"steepest": torch.Size(), "mean_curvature": torch.Size()}
+        if noise is not None:
+            shapes["squares"] = noise.shape
+        if {name: value.shape for name, value in tensors.items()} != shapes:
+            raise ValueError("the sums over the last rows are not finite, or of another guide")
+        if not all(is_finite(value) for value in tensors.values()):
+            raise ValueError("the sums over the last rows are not finite, or of another guide")
 
     def renew(self, data: Data, fabric: Any, seed: int) -> None:
         """Take q from a pass over all rows, in eval mode, with the network as it is now.
@@ -136,7 +180,7 @@ class NaturalLoss(DAKLoss):
             sums, num_rows = self._sums_over(data, fabric, seed)
             learn_noise(likelihood, sums, num_rows, 1.0)
         sums, num_rows = self._sums_over(data, fabric, seed)
-        gain = data.num_rows / num_rows
+        sums, gain = of_weights(self.model, guide, sums), data.num_rows / num_rows
         guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=likelihood.coupling)
         if not bool(guide.mean.isfinite().all()):
             raise TrainingError(
@@ -181,8 +225,9 @@ class NaturalLoss(DAKLoss):
             for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
                 y = y.to(dtype) if y.is_floating_point() else y
                 # The class's own: a compiled one would be compiled once more, for eval mode.
-                weights = guide.fixed_weights(dtype)
-                _, own = NaturalLoss.batch_terms(self, x.to(dtype), y, *weights)
+                weights = guide.fixed_weights(self.model.layer, dtype)
+                _, rows = NaturalLoss.batch_terms(self, x.to(dtype), y, *weights)
+                own = rows.sums(self.model, guide, may_round=False)
                 sums = own if sums is None else sums.plus(own)
                 num_rows += len(y)
         assert sums is not None

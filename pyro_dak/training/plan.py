@@ -19,7 +19,7 @@ from pyro_dak.validation import (
 __all__ = ["History", "Plan", "TrainingError"]
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """What training went through, with one row per epoch.
 
@@ -45,6 +45,13 @@ class History:
     best_epoch: int | None = None
     seconds: list[float] = field(default_factory=list, compare=False)
     final: dict[str, float] | None = None
+
+    def __repr__(self) -> str:
+        facts = [f"{len(self.rows)} epochs", self.status]
+        facts += [] if self.best_epoch is None else [f"best epoch {self.best_epoch}"]
+        last = self.final or (self.rows[-1] if self.rows else {})
+        facts += [f"{name} {last[name]:.4g}" for name in ("loss", "elbo", "kl") if name in last]
+        return f"History({', '.join([*facts, f'{sum(self.seconds):.1f} s'])})"
 
     def column(self, name: str) -> list[float]:
         """One column, by epoch."""

@@ -155,10 +155,18 @@ def test_thompson_takes_the_best_row_of_each_draw():
     assert chosen.tolist() == taken
 
 
-def test_the_order_of_scores_follows_the_noise():
+def test_a_whole_pool_can_be_ordered():
     case, pool = gaussian()
     posterior = exact_posterior(case.model, case.x, case.y)
     assert acquire(case.model, posterior, pool, 60).sort().values.tolist() == list(range(60))
+
+
+@pytest.mark.parametrize("method", ["thompson", "batch_bald_greedy"])
+@pytest.mark.parametrize("num_samples", [3, 50])
+def test_samples_of_the_weights_are_a_posterior_too(method, num_samples):
+    model, guide, pool = classes()
+    samples = draw_posterior(model, guide, num_samples=num_samples, seed=0).flat()
+    assert len(set(acquire(model, samples, pool, 8, method).tolist())) == 8
 
 
 def test_wrong_requests_are_refused():

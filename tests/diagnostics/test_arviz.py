@@ -7,6 +7,7 @@ import numpy
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from torch.testing import assert_close
 
@@ -75,9 +76,9 @@ def test_groups_and_dimensions(kind):
     assert data["log_likelihood"]["y"].dims == ("chain", "draw", "obs_id")
     assert data["observed_data"]["y"].dims == ("obs_id",)
     assert data["constant_data"]["unit_inputs"].dims == ("obs_id", "unit")
-    stats = {"log_p", "log_q"}
+    stats = {"log_p", "log_q", "log_weight"}
     if kind == "nuts":
-        stats = {"lp", "diverging", "n_steps", "step_size"}
+        stats = {"lp", "energy", "diverging", "n_steps", "step_size"}
     assert set(data["sample_stats"].data_vars) == stats
 
 
@@ -169,6 +170,56 @@ def test_a_guide_far_from_the_posterior_is_exported_with_a_warning_and_its_k_hat
         case.model, case.guide, case.x, case.y, num_samples=200
     )
     assert "not from the posterior" in data["log_likelihood"].attrs["note"]
+    assert data["posterior"].attrs["k_hat"] == data["log_likelihood"].attrs["k_hat"]
+    weights = values(data, "sample_stats", "log_weight").exp()
+    assert_close(weights.sum(), torch.tensor(1.0))
+
+
+@quiet
+def test_the_fraction_of_missing_information_is_read():
+    case = regression()
+    run = run_nuts(case.model, case.x, case.y, 100, 50, 2, progress=False)
+    found = arviz.bfmi(to_arviz(case.model, run, case.x, case.y))
+    found = found if isinstance(found, numpy.ndarray) else numpy.asarray(found["energy"])
+    energy = run.stats["energy"].numpy()
+    expected = numpy.square(numpy.diff(energy)).mean(1) / energy.var(1)
+    assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0.02, atol=0)
+    assert (found > 0.5).all()
+
+
+@quiet
+def test_a_run_of_pyro_keeps_its_statistics():
+    case = regression()
+    mcmc = MCMC(NUTS(case.model.observe), num_samples=10, warmup_steps=2, disable_progbar=True)
+    mcmc.run(case.h.detach(), case.y)
+    data = to_arviz(case.model, mcmc, case.x, case.y)
+    diverging = numpy.zeros((1, 10), bool)
+    diverging[0, mcmc.diagnostics()["divergences"]["chain 0"]] = True
+    assert (data["sample_stats"]["diverging"].values == diverging).all()
+    lp = log_joint(case.model, case.h.detach(), case.y, mcmc.get_samples())
+    assert_close(values(data, "sample_stats", "lp").flatten(), lp)
+
+
+@quiet
+def test_models_with_priors_on_their_noise_are_exported_with_all_sites():
+    noise = dist.LogNormal(torch.tensor(-0.5), 0.5)
+    case = scenarios.make(GaussianLikelihood(noise), num_outputs=1, num_rows=10)
+    mcmc = MCMC(NUTS(case.model.observe), num_samples=6, warmup_steps=2, disable_progbar=True)
+    mcmc.run(case.h.detach(), case.y)
+    data = to_arviz(case.model, mcmc, case.x, case.y)
+    samples = mcmc.get_samples()
+    assert_close(values(data, "posterior", "noise_scale").flatten(), samples["noise_scale"])
+    f = torch.stack([
+        case.model.functions(case.h, {"z": z, "mu": mu})
+        for z, mu in zip(samples["z"], samples["mu"], strict=True)
+    ]).detach()  # fmt: skip
+    scale = samples["noise_scale"].reshape(-1, 1, 1)
+    expected = dist.Normal(f, scale).log_prob(case.y).sum(-1)
+    assert_close(values(data, "log_likelihood", "y").squeeze(0), expected)
+    prior = noise.log_prob(samples["noise_scale"])
+    prior = prior + sum(dist.Normal(0.0, 1.0).log_prob(samples[n]).flatten(1).sum(1)
+                        for n in ("z", "mu"))  # fmt: skip
+    assert_close(values(data, "sample_stats", "lp").flatten(), expected.sum(-1) + prior)
 
 
 def test_a_point_estimate_is_exported_with_a_warning():

@@ -324,3 +324,12 @@ def test_the_papers_numbers_are_read():
     assert paper.SCORES["mnist", "dak_mc", 128, "accuracy"] == pytest.approx(0.9926)
     assert paper.SCORES["cifar100", "avdkl", 1024, "ece"] == 0.175
     assert paper.COST["cifar100", "dak_mc"]["parameters"] == 1.68
+
+
+def test_another_backbone_can_be_chosen():
+    recipe = cifar.PRESETS["small"].recipe
+    settings = [
+        cifar.make_job("small", "cifar10", "nn", recipe, name).settings["backbone"]
+        for name in (None, "distance_resnet")
+    ]
+    assert settings == ["small_resnet", "distance_resnet"]

@@ -77,6 +77,16 @@ def test_targets_of_the_test_rows_change_nothing_in_training(preset, monkeypatch
     assert torch.equal(fitted[0][1], fitted[1][1])
 
 
+def test_a_residual_backbone_can_be_chosen(monkeypatch):
+    built = []
+    monkeypatch.setattr(uci.models, "build", lambda *_, **options: built.append(options) or 1 / 0)
+    for backbone in ("mlp", "residual_mlp"):
+        with pytest.raises(ZeroDivisionError):
+            uci.run(uci.make_job("diabetes", "nn_bn", "best", 0, 5, backbone=backbone), print)
+    assert "backbone" not in built[0]  # runs of the paper's backbone are recorded without it
+    assert built[1]["backbone"] == "residual_mlp"
+
+
 def test_folds_cover_every_row_once():
     parts = uci.folds(103, 5)
     assert torch.cat(parts).sort().values.equal(torch.arange(103))

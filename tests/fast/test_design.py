@@ -31,11 +31,12 @@ def make(covariance, num_outputs, linear_term, **options):
 def test_moments_of_training_equal_those_of_prediction(covariance, num_outputs, options):
     model, guide, h = make(covariance, num_outputs, **options)
     parameters = (h, model.layer.log_unit_scale)
-    moments, design = model.layer.joint_moments(h, *guide.fixed_weights(h.dtype))
+    moments, design = model.layer.joint_moments(h, *guide.fixed_weights(model.layer, h.dtype))
     plain = guide.own_moments(model.layer, h)
     assert_close(moments.mean, plain.mean)
     assert_close(moments.var, plain.var)
-    assert_close(design, model.layer.design(h).detach())
+    # Row by row, the map of the sums takes the design of node values to that of the weights.
+    assert_close(model.layer.from_nodes(design), model.layer.design(h).detach())
     a, b = torch.randn(2, 20, num_outputs)
     gradients = [
         torch.autograd.grad((a * q.mean + b * q.var).sum(), parameters) for q in (moments, plain)
@@ -45,6 +46,6 @@ def test_moments_of_training_equal_those_of_prediction(covariance, num_outputs, 
 
 def test_second_derivatives_are_refused():
     model, guide, h = make("joint", 1, linear_term=False)
-    mean = model.layer.joint_moments(h, *guide.fixed_weights(h.dtype))[0].mean
+    mean = model.layer.joint_moments(h, *guide.fixed_weights(model.layer, h.dtype))[0].mean
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         torch.autograd.grad(mean.sum(), h, create_graph=True)

@@ -44,6 +44,15 @@ def test_log_q_of_an_autoguide_is_that_of_its_own_trace(kind):
     assert_close(single.log_q.flatten(), trace.log_prob_sum().detach().reshape(1))
 
 
+def test_a_guide_that_was_set_up_without_targets_has_draws_of_the_weights():
+    case = scenarios.make()
+    guide = AutoNormal(case.model)
+    guide(case.x)
+    draws = draw_posterior(case.model, guide, num_samples=4, x=case.x)
+    assert set(draws.sites) == {"mu", "z"}
+    assert draws.log_q is None  # it is a density of the targets too
+
+
 def test_draws_of_a_point_are_known_as_such():
     case = scenarios.make()
     guide = AutoDelta(case.model)

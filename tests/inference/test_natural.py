@@ -31,7 +31,7 @@ from pyro_dak.additive.gaussian import ExpectedDerivatives
 from pyro_dak.diagnostics.posterior_moments import response
 from pyro_dak.inference.draws import draw_posterior
 from pyro_dak.inference.guides.natural import RowSums
-from pyro_dak.inference.natural import rates, terms_and_sums
+from pyro_dak.inference.natural import divergence, expected_and_rows, of_weights, rates
 from pyro_dak.inference.objectives import kl
 from tests import scenarios
 from tests.scenarios import LIKELIHOODS
@@ -226,7 +226,9 @@ def test_a_step_is_along_the_gradient_by_the_mean_parameters(covariance, likelih
     precision = (1 - rho) * before + rho * (eye - 2 * by_cov)
     natural = (1 - rho) * before @ mean.unsqueeze(-1)
     natural = natural + rho * (by_mean.unsqueeze(-1) - 2 * by_cov @ mean.unsqueeze(-1))
-    _, sums = terms_and_sums(ClosedFormELBO(), model, guide, case.h, case.y)
+    weights = guide.fixed_weights(model.layer, case.h.dtype)
+    _, rows = expected_and_rows(ClosedFormELBO(), model, guide, case.h, case.y, *weights)
+    sums = of_weights(model, guide, rows.sums(model, guide))
     guide.step(sums, 8, keep=1 - rho, gain=rho, share=rho)
     assert_close(torch.linalg.inv(covariance_of(guide)), precision.expand_as(before))
     if covariance != "diagonal":  # whose means are found jointly
@@ -442,6 +444,69 @@ def test_the_share_of_a_batch_is_its_part_of_what_q_knows(fraction):
         assert share == pytest.approx(gain * fraction / known)
         passes += fraction
     assert known == pytest.approx(1)
+
+
+def test_gathered_rows_give_the_step_of_one_large_batch(monkeypatch):
+    case = regression(num_rows=200)
+    sizes, vi = [], NaturalVI(case.model, NaturalGuide(case.model))
+    step = NaturalGuide.step
+
+    def counting(guide, sums, num_rows, **options):
+        sizes.append(num_rows)
+        step(guide, sums, num_rows, **options)
+
+    monkeypatch.setattr(NaturalGuide, "step", counting)
+    for number, rows in enumerate(torch.arange(200).split(2), 1):
+        vi.step(case.x[rows], case.y[rows], 200)
+        if number == 17:
+            assert sizes == [2.0] * 16  # each was at least a sixteenth of what q knows
+    assert sum(sizes) == 200  # a pass ends with a step
+    assert max(sizes) > 6
+    assert_close(vi.guide.loc, case.exact().guide.loc.detach())
+    for _ in range(7):
+        for rows in torch.arange(200).split(2):
+            vi.step(case.x[rows], case.y[rows], 200)
+    assert set(sizes[-12:-1]) == {16.0}
+    one = NaturalVI(case.model, NaturalGuide(case.model))
+    one.gathering.passes = 7.5
+    many = copy.deepcopy(one)
+    for rows in torch.arange(16).split(2):
+        assert many.gathering.num_batches < 8
+        many.step(case.x[rows], case.y[rows], 2000)
+    one.step(case.x[:16], case.y[:16], 2000)
+    one.gathering.step(one.model, one.guide)
+    assert_close(many.guide.mean, one.guide.mean)
+    assert_close(many.guide.precision, one.guide.precision)
+
+
+def test_the_divergence_is_that_of_the_q_of_now():
+    case = scenarios.gaussian_regression(guide="natural_joint")
+    model, guide = case.model, case.guide
+    state = copy.deepcopy(guide.state_dict())
+    for change in (
+        lambda: None,
+        lambda: guide.update(model, case.x, case.y),
+        lambda: guide.mean.add_(0.1),
+        lambda: guide.load_state_dict(state),
+    ):
+        change()
+        assert_close(divergence(model, guide), kl(model, guide))
+
+
+@pytest.mark.parametrize(("noise_scale", "is_rounded"), [(0.5, True), (0.001, False)])
+def test_sums_are_rounded_only_where_that_is_little_to_the_prior(noise_scale, is_rounded):
+    case = scenarios.gaussian_regression(num_rows=60)
+    layer, guide = case.model.float().layer, NaturalGuide(case.model)
+    g = torch.randn(500, guide.mean.shape[0], dtype=torch.float32)
+    k = torch.full_like(g, noise_scale**-2)
+    h = torch.rand(500, layer.num_units, dtype=torch.float32)
+    derivatives = ExpectedDerivatives(g, k)
+    exact = guide.row_sums(layer, h, derivatives).curvature
+    found = guide.row_sums(layer, h, derivatives, may_round=True).curvature
+    assert found.dtype == torch.float64
+    assert torch.equal(found, exact) != is_rounded
+    error = torch.linalg.matrix_norm(found - exact, 2).max()
+    assert error < 0.05 * guide.prior_precision.min()
 
 
 # NaturalVI

@@ -1,12 +1,14 @@
 """The draws of NUTS and HMC are those of the posterior."""
 
+import copy
+
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC
 from torch.testing import assert_close
 
-from pyro_dak import GaussianLikelihood, exact_posterior, run_nuts
+from pyro_dak import GaussianLikelihood, StudentTLikelihood, exact_posterior, predict, run_nuts
 from pyro_dak.diagnostics.posterior_moments import gaussian_fit
 from pyro_dak.inference.densities import log_joint, log_likelihood
 from pyro_dak.inference.draws import draw_posterior
@@ -131,6 +133,30 @@ def test_priors_are_swapped_under_nuts(prior):
         assert (run.sites["shrinkage"] > 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*(diverged|r-hat).*:UserWarning")
+@pytest.mark.usefixtures("no_type_checker")
+def test_scales_with_priors_in_the_model_are_sampled_as_by_options():
+    noise = dist.LogNormal(torch.tensor(-0.5), torch.tensor(0.5))
+    scales = dist.LogNormal(torch.tensor(0.0), torch.tensor(0.3))
+    case = scenarios.make(GaussianLikelihood(noise), num_rows=20, prior={"unit_scale": scales})
+    run = run_nuts(case.model, case.x, case.y, 10, 10, progress=False)
+    plain = copy.deepcopy(case.model)
+    plain.likelihood = GaussianLikelihood(1.0)
+    plain._set_priors({})
+    options = {"noise_prior": noise, "unit_scale_prior": scales}
+    again = run_nuts(plain, case.x, case.y, 10, 10, **options, progress=False)
+    assert set(run.sites) == {"mu", "z", "noise_scale", "unit_scale"}
+    for name, value in run.sites.items():
+        assert_close(value, again.sites[name])
+    assert_close(run.stats["lp"], again.stats["lp"])
+    assert predict(case.model, run, case.x).mean.shape == (20, 2)
+    with pytest.raises(ValueError, match="`noise_scale` has a prior in the model already"):
+        run_nuts(case.model, case.x, case.y, 4, 0, noise_prior=noise, progress=False)
+    heavy = scenarios.make(StudentTLikelihood(dist.Gamma(torch.tensor(4.0), 1.0)))
+    with pytest.raises(NotImplementedError, match="`df`"):
+        run_nuts(heavy.model, heavy.x, heavy.y, 4, 0, progress=False)
+
+
 @pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
 def test_runs_are_seeded_chain_by_chain_and_leave_no_trace():
     case = scenarios.make("categorical", num_outputs=3)
@@ -148,7 +174,7 @@ def test_runs_are_seeded_chain_by_chain_and_leave_no_trace():
 def test_a_run_says_what_it_did():
     case = scenarios.gaussian_regression(num_outputs=1)
     run = run_nuts(case.model, case.x, case.y, 20, 20, 2, progress=False)
-    assert set(run.stats) == {"lp", "diverging", "n_steps", "step_size"}
+    assert set(run.stats) == {"lp", "energy", "diverging", "n_steps", "step_size"}
     assert {tuple(value.shape) for value in run.stats.values()} == {(2, 20)}
     assert (run.stats["n_steps"] >= 1).all()
     expected = log_joint(case.model, case.h.detach(), case.y, run.flat())
@@ -160,6 +186,28 @@ def test_a_run_says_what_it_did():
     assert run.get_samples()["z"].shape == (40, 1, 2, 3)
     assert run.get_samples(group_by_chain=True)["z"].shape == (2, 20, 1, 2, 3)
     assert draw_posterior(case.model, run) is run
+
+
+@pytest.mark.filterwarnings("ignore:.*r-hat.*:UserWarning")
+def test_energy_is_potential_plus_kinetic():
+    """A whitened regression of K weights is a standard normal: E = U + K is chi^2 / 2 of 2 K."""
+    case = scenarios.gaussian_regression(num_outputs=1)
+    run = run_nuts(case.model, case.x, case.y, 400, 50, progress=False)
+    K = case.model.layer.num_weights
+    lowest = run.stats["energy"].new_tensor(-log_joint_at_mean(case))
+    kinetic = run.stats["energy"][:, 1:] + run.stats["lp"][:, :-1]  # lp is -U up to a constant
+    assert (kinetic > 0).all()
+    se = effective_sample_size(kinetic).rsqrt() * kinetic.std()
+    assert (kinetic.mean() - K / 2).abs() < 4 * se
+    energy = run.stats["energy"] - lowest
+    assert (energy.mean() - K).abs() < 4 * energy.std() * effective_sample_size(energy).rsqrt()
+
+
+def log_joint_at_mean(case):
+    """log p(y, w) at the posterior mean of a regression, where it is largest."""
+    means = case.exact().guide.weight_means()
+    sites = {"z": means.z.detach().unsqueeze(0), "mu": means.mu.detach().unsqueeze(0)}
+    return float(log_joint(case.model, case.h.detach(), case.y, sites))
 
 
 def test_progress_is_shown_on_stderr_when_asked_for(capsys):

@@ -24,6 +24,17 @@ PRIORS = {
 }
 
 
+def log_volume(target, position):
+    """log |det dw / de| at a position; w is affine in e, so differences are exact."""
+    K = target.num_weights
+    steps = torch.cat([torch.zeros(1, K), torch.eye(K)])
+    steps = torch.nn.functional.pad(steps, (0, len(position) - K))
+    sites = target.sites(position + steps)
+    flat = [sites[n].flatten(1) for n in ("mu", "linear", "z") if n in sites]
+    w = torch.cat(flat, -1)
+    return torch.linalg.slogdet(w[1:] - w[0]).logabsdet
+
+
 @pytest.mark.parametrize(
     ("whiten", "num_rows"), [(False, 5), (True, 5), (True, 30)], ids=str
 )  # fewer rows than weights, and more
@@ -44,7 +55,9 @@ def test_potential_is_that_of_the_pyro_model(likelihood, prior, whiten, num_rows
             for name, value in sites.items()
         }
         expected.append(potential_fn(unconstrained).detach())
-    # Whitening has a constant Jacobian, which is left out.
+        if target.is_collapsed:
+            expected[-1] -= log_volume(target, position)
+    # Whitening at the mode has a constant Jacobian, which is left out.
     assert_close(torch.stack(values) - values[0], torch.stack(expected) - expected[0])
     assert_close(values[0], expected[0])
 
@@ -65,7 +78,23 @@ def test_potential_with_sampled_scales_adds_their_priors(likelihood):
     for name in ("mu", "linear", "z"):
         expected += torch.distributions.Normal(0.0, 1.0).log_prob(sites[name]).sum()
     jacobian = sites["noise_scale"].log().sum() + sites["unit_scale"].log().sum()
+    assert target.is_collapsed == (likelihood == "gaussian")
+    if target.is_collapsed:
+        jacobian += log_volume(target, position)
     assert_close(target({"position": position}), -expected - jacobian)
+
+
+@pytest.mark.parametrize("num_rows", [5, 30])
+def test_weights_given_the_scales_have_the_exact_posterior_and_evidence(num_rows):
+    case = scenarios.gaussian_regression(num_rows=num_rows, linear_term=True)
+    prior = dist.HalfNormal(torch.tensor(0.7)).expand([])
+    target = Target(case.model, case.h.detach(), case.y, {"noise_scale": prior})
+    exact = case.exact()
+    mean, root, log_evidence = target.given_scales({})
+    assert_close(mean, exact.guide.loc.detach())
+    scale_tril = exact.guide.scale_tril.detach()
+    assert_close(root @ root.mT, scale_tril @ scale_tril.mT)
+    assert_close(float(log_evidence), exact.log_evidence)
 
 
 def test_whitened_regression_is_a_standard_normal():

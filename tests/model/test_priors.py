@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from pyro_dak import (
@@ -119,7 +120,10 @@ def test_shrinkage_enters_f():
 @pytest.mark.parametrize(
     ("prior", "message"),
     [
-        ({"w": NormalPrior()}, r"`prior` must be one of 'mu', 'shrinkage', 'z'; got 'w'"),
+        (
+            {"w": NormalPrior()},
+            r"`prior` must be one of 'mu', 'shrinkage', 'unit_scale', 'z'; got 'w'",
+        ),
         (
             {"z": dist.Normal(0.0, torch.ones(3))},
             r"`prior\['z'\]` must have event shape \(2, 3, 4\)",
@@ -190,3 +194,11 @@ def test_numbers_of_a_prior_of_ones_own_are_its_own_business():
         torch.nn.Identity(), 2, num_units=2, embedding=False, prior={"mu": ShiftedPrior(-3.0)}
     )
     assert_close(model.prior_distribution("mu", torch.zeros(())).mean, torch.tensor([-3.0]))
+
+
+def test_a_scale_for_each_element_is_a_distribution(no_type_checker):
+    with pytest.raises(TypeError, match=r"one number for all.*pyro.distributions.Normal"):
+        NormalPrior(scale=torch.ones(3))
+    scales = torch.rand(1, 3, 3) + 0.5
+    model = DAK(nn.Linear(2, 3), 3, num_units=3, level=2, prior={"z": dist.Normal(0.0, scales)})
+    assert_close(model.normal_prior("z")[1], scales)

@@ -13,6 +13,7 @@ SMALL = {
     "exact_dkl": {},
     "exact_gp": {},
     "nn": {},
+    "nn_bn": {},
     "nn_svgp": {"num_inducing": 20},
     "svdkl": {"num_units": 4, "grid_size": 16},
 }

@@ -153,6 +153,7 @@ def test_number_of_parameters_counted_by_hand():
     dak = 2 * P * M + D_w * P + BACKBONE + P + 2 + 1
     assert build("dak_cf").num_parameters == build("dak_mc").num_parameters == dak
     assert build("nn").num_parameters == BACKBONE + (D_w + 1) + 1
+    assert build("nn_bn").num_parameters == BACKBONE + 2 * D_w + (D_w + 1) + 1
     K = 20  # locations, mean, factor; then mean, lengthscale, outputscale, noise
     assert build("nn_svgp").num_parameters == BACKBONE + K * D_w + K + K * K + 4
     assert build("exact_gp").num_parameters == 4

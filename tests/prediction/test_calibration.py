@@ -136,7 +136,7 @@ def test_no_number_of_a_grid_is_better(likelihood, guide, options):
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
 def test_guides_known_by_draws_are_calibrated_too(likelihood):
-    case = make(likelihood, "normal")
+    case = make(likelihood, "normal", num_rows=300)
     result = calibrated(case)
     assert_close(result.nlpd_after, nlpd(case, result.number))
     assert result.nlpd_after < min(nlpd(case, result.number * factor) for factor in (0.98, 1.02))

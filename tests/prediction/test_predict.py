@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,9 +29,11 @@ from pyro_dak import (
     predict,
     sample_functions,
 )
-from pyro_dak.additive.gaussian import sample_marginals
+from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
+from pyro_dak.additive.layer import Weights
 from pyro_dak.diagnostics import loo
 from pyro_dak.inference.draws import draw_posterior, draw_sites
+from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.prediction import freeze
 from tests import scenarios
 
@@ -352,10 +355,20 @@ def test_components_are_the_moments_of_each_units_share(guide, linear_term):
     assert_close(shares.mean.sum(-1) + bias.detach(), predict(model, q, x).mean)
 
 
-def test_components_need_a_gaussian_guide(no_type_checker):
-    model, _, x = make()
-    with pytest.raises(NotImplementedError, match="AutoNormal"):
-        components(model, AutoNormal(model), x)
+def test_components_of_draws_are_the_moments_over_them():
+    model, guide, x = make()
+    sites = draw_posterior(model, guide, num_samples=7).flat()
+    shares = components(model, sites, x, chunk_size=16)
+    naive = torch.stack(
+        [model.layer.component_means(model.unit_inputs(x), Weights(z, mu)).detach()
+         for z, mu in zip(sites["z"], sites["mu"], strict=True)]
+    )  # fmt: skip
+    assert_close(shares.mean, naive.mean(0))
+    assert_close(shares.variance, naive.var(0))
+    automatic = AutoNormal(model)
+    automatic(x, torch.zeros(40, 2))
+    again = draw_posterior(model, automatic, num_samples=100, x=x, seed=0)
+    assert_close(components(model, automatic, x), components(model, again, x))
 
 
 def test_a_drawn_function_is_the_same_at_every_call_and_in_any_batch():
@@ -731,3 +744,112 @@ def test_drawn_functions_have_gradients_and_take_batches():
     assert torch.autograd.gradcheck(draws, x)
     assert torch.autograd.gradcheck(draws[0], x)
     assert not draws(x.detach()).requires_grad
+
+
+class CorrelatedLikelihood(Likelihood):
+    """Two outputs whose noise is correlated: an event that is no product of elements."""
+
+    def distribution(self, f):
+        cov = torch.tensor([[0.5, 0.3], [0.3, 0.4]]).to(f)
+        return dist.MultivariateNormal(f, cov)
+
+
+class OwnHeteroscedastic(Likelihood):
+    """Two functions for one output, mean and log scale."""
+
+    def num_functions(self, num_outputs):
+        return 2 * num_outputs
+
+    def distribution(self, f):
+        mean, log_scale = f.chunk(2, -1)
+        return dist.Normal(mean, log_scale.exp()).to_event(1)
+
+
+class OrdinalLikelihood(Likelihood):
+    """Four ordered classes of one function, without a column for the output."""
+
+    takes_integers = True
+
+    def distribution(self, f):
+        return dist.OrderedLogistic(f.squeeze(-1), torch.tensor([-1.0, 0.0, 1.0]).to(f))
+
+    def check_targets(self, y, num_outputs):
+        return y.long()
+
+
+def with_likelihood(likelihood, num_outputs):
+    case = scenarios.make(likelihood, num_outputs=num_outputs, num_rows=6)
+    prediction = predict(case.model, case.guide, case.x)
+    q = prediction.functions
+    f = sample_marginals(q, 40_000)
+    return case, prediction, q, f
+
+
+def test_correlated_noise_is_predicted_jointly():
+    case, prediction, q, f = with_likelihood(CorrelatedLikelihood(), 2)
+    cov = torch.tensor([[0.5, 0.3], [0.3, 0.4]])
+    assert_close(prediction.aleatoric, cov.diagonal().expand(6, 2))
+    exact = dist.MultivariateNormal(q.mean, cov + torch.diag_embed(q.var)).log_prob(case.y)
+    ratios = (dist.MultivariateNormal(f[:1000], cov).log_prob(case.y) - exact).exp()
+    error = 4 * ratios.std(0) / 1000**0.5
+    assert ((prediction.log_prob(case.y) - exact).exp() - 1).abs().le(error).all()
+    assert prediction.sample(3).shape == (3, 6, 2)
+    low, high = prediction.interval(0.9)
+    sd = prediction.std
+    assert_close(low, prediction.mean - 1.645 * sd, atol=0.3, rtol=0)
+    assert_close(high, prediction.mean + 1.645 * sd, atol=0.3, rtol=0)
+
+
+def test_a_likelihood_of_several_functions_is_predicted_by_draws():
+    case, prediction, _, f = with_likelihood(OwnHeteroscedastic(), 1)
+    mean, log_scale = f.chunk(2, -1)
+    noise = (2 * log_scale).exp()
+    assert (prediction.mean - mean.mean(0)).abs().le(4 * mean.std(0) / 1000**0.5).all()
+    assert (prediction.aleatoric - noise.mean(0)).abs().le(4 * noise.std(0) / 1000**0.5).all()
+    densities = dist.Normal(mean, log_scale.exp()).log_prob(case.y).sum(-1).exp()
+    error = 4 * densities.std(0) / 1000**0.5
+    assert (prediction.log_prob(case.y).exp() - densities.mean(0)).abs().le(error).all()
+
+
+def test_ordered_classes_have_moments_and_quantiles():
+    _, prediction, _, f = with_likelihood(OrdinalLikelihood(), 1)
+    probs = OrdinalLikelihood().distribution(f).probs.mean(0)  # (N, 4)
+    k = torch.arange(4.0)
+    assert_close(prediction.mean.flatten(), probs @ k, atol=0.05, rtol=0)
+    variance = probs @ k.square() - (probs @ k).square()
+    assert_close(prediction.variance.flatten(), variance, atol=0.1, rtol=0)
+    assert (prediction.interval(0.9)[0] == prediction.interval(0.9)[0].round()).all()
+    assert prediction.sample(5).shape == (5, 6, 1)
+    log_probs = prediction.log_prob(torch.arange(6) % 4)
+    expected = probs.gather(-1, (torch.arange(6) % 4).unsqueeze(-1)).flatten().log()
+    assert_close(log_probs, expected, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "bernoulli"])
+@pytest.mark.parametrize("q", [0.05, 0.3, 0.5, 0.95])
+def test_quantiles_of_counts_are_counts(likelihood, q):
+    _, prediction, _, _ = with_likelihood(scenarios.LIKELIHOODS[likelihood](), 2)
+    found = prediction.quantile(q, num_samples=20_000)
+    assert (found == found.round()).all()
+    # P(y <= found) >= q and P(y < found) <= q, by the predictive density of counts.
+    counts = torch.arange(2.0 if likelihood == "bernoulli" else 200.0)
+    cdf = torch.stack([_mass(prediction, k) for k in counts]).cumsum(0)  # (K, N, C)
+    at = cdf.gather(0, found.long().unsqueeze(0)).squeeze(0)
+    below = torch.where(
+        found > 0, cdf.gather(0, (found - 1).clamp(min=0).long().unsqueeze(0))[0], 0
+    )
+    assert (at > q - 0.015).all()
+    assert (below < q + 0.015).all()
+
+
+def _mass(prediction, k):
+    """P(y = k) of each output by itself, `(N, C)`."""
+    q, likelihood = prediction.functions, prediction.likelihood
+    y = torch.full_like(q.mean[:, :1], float(k))
+    parts = [
+        likelihood.predictive_log_prob(
+            y, FunctionMoments(q.mean[:, c : c + 1], q.var[:, c : c + 1])
+        )
+        for c in range(q.mean.shape[1])
+    ]
+    return torch.stack(parts, -1).exp().detach()

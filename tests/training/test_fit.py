@@ -19,6 +19,7 @@ from pyro_dak import (
     LocalReparamELBO,
     LowRankGuide,
     MeanFieldGuide,
+    fit,
     predict,
 )
 from pyro_dak.training.checkpoint import module_tensors
@@ -225,3 +226,14 @@ def test_training_on_cuda_agrees_with_the_cpu():
     train(model, guide, accelerator="cuda")
     for name, tensor in module_tensors(model, guide).items():
         assert_close(tensor, cpu[name], atol=1e-6, rtol=1e-6)
+
+
+def test_a_frozen_network_whose_statistics_would_move_is_told():
+    network = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    model = DAK(network, feature_dim=4, num_units=2)
+    data = torch.randn(20, 2), torch.randn(20)
+    with pytest.warns(UserWarning, match=r"statistics of `1`.*fixed_features=True"):
+        fit(model, MeanFieldGuide(model), data, epochs=1, progress=False)
+    before = network[1].running_mean.clone()
+    fit(model, MeanFieldGuide(model), data, epochs=1, fixed_features=True, progress=False)
+    assert torch.equal(network[1].running_mean, before)

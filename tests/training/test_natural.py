@@ -1,6 +1,7 @@
 """`fit` with a guide in natural form, which learns by closed steps."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from pyro_dak import (
     exact_posterior,
     predict,
 )
-from pyro_dak.inference.natural import learn_noise, terms_and_sums
+from pyro_dak.inference.natural import expected_and_rows, learn_noise
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.loop import Run
 from pyro_dak.training.natural import NaturalLoss
@@ -104,25 +105,54 @@ def test_fit_takes_the_steps_of_natural_vi(covariance):
 
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
-@pytest.mark.parametrize("step", [4, 6, 8])
-def test_a_stopped_run_resumes_as_if_uninterrupted(tmp_path, covariance, step, monkeypatch):
+@pytest.mark.parametrize(("step", "batch_size"), [(4, 20), (6, 20), (8, 20), (19, 2), (53, 2)])
+def test_a_stopped_run_resumes_as_if_uninterrupted(
+    tmp_path, covariance, step, batch_size, monkeypatch
+):
     whole = make_model(covariance)
-    train(*whole)
+    train(*whole, batch_size=batch_size)
     train_step = Run.train_step
 
     def stop_at(run, *arguments):
         train_step(run, *arguments)
         if run.step == step:
+            assert (run.learner.gathering.sums is not None) == (batch_size == 2)
             run.save()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "train_step", stop_at)
     with pytest.raises(KeyboardInterrupt):
-        train(*make_model(covariance), checkpoint_dir=tmp_path)
+        train(*make_model(covariance), batch_size=batch_size, checkpoint_dir=tmp_path)
     monkeypatch.undo()
     resumed = make_model(covariance)
-    train(*resumed, checkpoint_dir=tmp_path, resume_from=tmp_path)
+    options = {"checkpoint_dir": tmp_path, "resume_from": tmp_path}
+    train(*resumed, batch_size=batch_size, **options)
     assert_same(module_tensors(*resumed), module_tensors(*whole))
+
+
+@pytest.mark.parametrize("covariance", COVARIANCES)
+def test_rows_that_wait_are_those_of_the_guide_or_refused(covariance):
+    model, guide = make_model(covariance)
+    learner = NaturalLoss(model, guide, ClosedFormELBO())
+    x, y = make_data()
+    guide.num_rows.fill_(100_000)  # of which one row is a small part
+    seen = learner(x[:1], y[:1], 60.0, 60)[2]
+    learner.after_step(seen, 1, 100_000, SimpleNamespace(world_size=1))
+    counts, tensors = learner.progress(), learner.progress_tensors()
+    other = NaturalLoss(model, guide, ClosedFormELBO())
+    other.restore_progress(counts, tensors)
+    assert (other.progress(), other.progress_tensors()) == (counts, tensors)
+    for name, value in tensors.items():
+        broken = tensors | {name: torch.full_like(value, math.nan)}
+        with pytest.raises(ValueError, match="not finite, or of another guide"):
+            other.restore_progress(counts, broken)
+        wrong = tensors | {name: value.unsqueeze(0)}
+        with pytest.raises(ValueError, match="not finite, or of another guide"):
+            other.restore_progress(counts, wrong)
+    with pytest.raises(ValueError, match="not finite, or of another guide"):
+        other.restore_progress(counts, dict(list(tensors.items())[:1]))
+    with pytest.raises(ValueError, match="num_batches"):
+        other.restore_progress(counts | {"num_batches": 0}, tensors)
 
 
 @pytest.mark.parametrize("kind", [
@@ -183,8 +213,9 @@ def test_the_noise_in_closed_form_maximises_the_bound():
     model, guide = make_model(likelihood=GaussianLikelihood(torch.tensor([0.5])))
     train(model, guide)
     h = model.unit_inputs(x)
-    _, sums = terms_and_sums(ClosedFormELBO(), model, guide, h, y)
-    learn_noise(model.likelihood, sums, len(y), 1.0)
+    weights = guide.fixed_weights(model.layer, h.dtype)
+    _, rows = expected_and_rows(ClosedFormELBO(), model, guide, h, y, *weights)
+    learn_noise(model.likelihood, rows.sums(model, guide), len(y), 1.0)
     (gradient,) = torch.autograd.grad(
         ClosedFormELBO().terms(model, guide, x, y).elbo, model.likelihood.closed_noise
     )

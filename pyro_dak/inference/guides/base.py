@@ -6,20 +6,21 @@ priors and the exact q(f(x)).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, pyro_method
+from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.model.dak import DAK
-from pyro_dak.model.handlers import check_store
+from pyro_dak.model.handlers import GuidedModel, check_store, latent_sites_of
 from pyro_dak.model.modes import local_parameters
 from pyro_dak.validation import check_has_values, check_kind, check_not_negative, check_positive
 
@@ -41,35 +42,64 @@ class GaussianGuide(PyroModule):
     `has_closed_form` says whether q(f) is known without draws, which shrinkage sites prevent.
 
     Args:
-        model: gives names and shapes of the sites, and nothing else.
+        model: gives names, shapes, dtype and device of the sites, and nothing else: an
+            `AdditiveGP`, a `DAK`, or one of them inside handlers of Pyro such as `poutine.block` or
+            `pyro.condition`, whose hidden or given sites are left to others.
         init_scale: initial standard deviation of every weight.
         init_loc_scale: initial means are drawn from N(0, init_loc_scale^2).
     """
 
-    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         with local_parameters():
             super().__init__()
-        check_kind("model", model, DAK, "a DAK, whose sites the guide has")
+        gp, self.latent_sites = latent_sites_of(model)
         check_positive("init_scale", init_scale)
         check_not_negative("init_loc_scale", init_loc_scale)
-        self.site_shapes = dict(model.site_shapes)
+        self.name, self.site_shapes = gp.name, dict(gp.site_shapes)
+        like = gp.layer.log_unit_scale
+        self._options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.init_scale, self.init_loc_scale = float(init_scale), float(init_loc_scale)
         self.weight_sites: list[str] = [n for n in ("mu", "linear", "z") if n in self.site_shapes]
         self.scale_sites = [n for n in self.site_shapes if n not in self.weight_sites]
-        self.has_closed_form = not self.scale_sites
+        self.has_closed_form = not self.scale_sites and self.has_all_sites
         for name in self.scale_sites:
             shape = self.site_shapes[name]
-            self.register_parameter(f"{name}_loc", nn.Parameter(torch.zeros(shape)))
+            loc = nn.Parameter(torch.zeros(shape, **self._options))
+            self.register_parameter(f"{name}_loc", loc)
             self.register_parameter(f"{name}_log_scale", self.initial_log_scale(*shape))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments are those of the model and are not read."""
         check_store(self)
         values = self.sample_weights()
-        for name in self.scale_sites:
+        for name in self.latent(self.scale_sites):
             q = dist.LogNormal(*self.normal(name)).to_event(len(self.site_shapes[name]))
-            values[name] = pyro.sample(name, q)
-        return values
+            values[name] = self.emit(name, q)
+        return {self.site_name(name): value for name, value in values.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample every site; outside of Pyro's handlers its global store is not used."""
+        if runtime.am_i_wrapped():
+            return super().__call__(*args, **kwargs)
+        with local_parameters(self):
+            return super().__call__(*args, **kwargs)
+
+    @property
+    def has_all_sites(self) -> bool:
+        """Whether no site of the model is hidden or conditioned on."""
+        return len(self.latent_sites) == len(self.site_shapes)
+
+    def latent(self, names: Iterable[str]) -> list[str]:
+        """Those of these sites that the guide has to sample."""
+        return [name for name in names if name in self.latent_sites]
+
+    def site_name(self, name: str) -> str:
+        """The name that a site has in a program, such as "gp.z" for "z"."""
+        return f"{self.name}.{name}" if self.name else name
+
+    def emit(self, name: str, q: dist.Distribution) -> Tensor:
+        """Sample a site."""
+        return pyro.sample(self.site_name(name), q)
 
     def normal(self, name: str) -> tuple[Tensor, Tensor]:
         """Means and standard deviations of a site that has parameters of its own."""
@@ -112,15 +142,16 @@ class GaussianGuide(PyroModule):
 
     def initial_loc(self, *shape: int) -> nn.Parameter:
         """Means at the start, drawn at random."""
-        return nn.Parameter(self.init_loc_scale * torch.randn(*shape))
+        return nn.Parameter((self.init_loc_scale * torch.randn(*shape)).to(**self._options))
 
     def initial_log_scale(self, *shape: int) -> nn.Parameter:
         """Logarithms of the standard deviations at the start."""
-        return nn.Parameter(torch.full(shape, math.log(self.init_scale)))
+        return nn.Parameter(torch.full(shape, math.log(self.init_scale), **self._options))
 
     def initial_raw_tril(self, *shape: int) -> nn.Parameter:
         """The matrices whose `tril` are the diagonal Cholesky factors at the start."""
-        return nn.Parameter(math.log(self.init_scale) * torch.eye(shape[-1]).expand(shape).clone())
+        identity = torch.eye(shape[-1], **self._options)
+        return nn.Parameter(math.log(self.init_scale) * identity.expand(shape).clone())
 
 
 def check_guide(model: DAK, guide: nn.Module, same_dtype: bool = True) -> None:
@@ -178,7 +209,8 @@ class SiteNormals(GaussianGuide):
         return dist.Normal(*self.normal(name)).to_event(len(self.site_shapes[name]))
 
     def sample_weights(self) -> dict[str, Tensor]:
-        return {n: pyro.sample(n, self.site_distribution(n)) for n in self.weight_sites}
+        names = self.latent(self.weight_sites)
+        return {name: self.emit(name, self.site_distribution(name)) for name in names}
 
     def weight_means(self) -> Weights:
         linear = self.linear_loc if "linear" in self.site_shapes else None

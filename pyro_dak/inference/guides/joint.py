@@ -7,7 +7,6 @@ before it: no auxiliary site is needed.
 from collections.abc import Mapping
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.distributions.transforms import ReshapeTransform
 from pyro_dak.additive.gaussian import FunctionMoments, kl_low_rank, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.inference.guides.base import GaussianGuide, NormalParameters, independent_roots, tril
-from pyro_dak.model.dak import DAK
+from pyro_dak.model.handlers import GuidedModel
 from pyro_dak.validation import check_finite, check_floating, check_has_values, check_integer
 
 __all__ = ["FullRankGuide", "LowRankGuide", "TrilGuide", "design_moments", "flat_priors"]
@@ -56,6 +55,16 @@ class _JointGuide(GaussianGuide):
 
     _sizes: list[int]  # number of weights of each site in a row of `loc`
 
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+        super().__init__(model, init_scale, init_loc_scale)
+        if not self.has_all_sites:
+            others = [n for n in self.site_shapes if n not in self.latent_sites]
+            raise NotImplementedError(
+                f"{type(self).__name__} is one distribution of all weights, and "
+                f"{', '.join(f'`{name}`' for name in others)} is hidden or given in this model. "
+                "Use MeanFieldGuide or UnitBlockGuide, whose sites are independent."
+            )
+
     def split(self, flat: Tensor) -> Weights:
         """Weights from the form of `loc`, with any batch in front."""
         batch = flat.shape[: flat.dim() - self.loc.dim()]
@@ -74,7 +83,7 @@ class _JointGuide(GaussianGuide):
             q = self.conditional(before, loc.shape[-1])
             shape = self.site_shapes[name]
             reshape = ReshapeTransform(q.event_shape, shape)
-            values[name] = pyro.sample(name, dist.TransformedDistribution(q, [reshape]))
+            values[name] = self.emit(name, dist.TransformedDistribution(q, [reshape]))
             batch = values[name].shape[: -len(shape)]
             shifts.append(values[name].reshape(*batch, *loc.shape) - loc)
         return values
@@ -92,7 +101,7 @@ class TrilGuide(_JointGuide):
     functions share one.
     """
 
-    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
         self._sizes = [self.site_shapes[n][1:].numel() for n in self.weight_sites]
 
@@ -141,7 +150,7 @@ class FullRankGuide(TrilGuide):
     `raw_tril` `(F, K, K)` over the K = 1 [+ P] + P M weights (mu, linear, z) of a function.
     """
 
-    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
         F, K = self.site_shapes["mu"][0], self.num_weights
         self.loc = self.initial_loc(F, K)
@@ -181,7 +190,11 @@ class LowRankGuide(_JointGuide):
     """
 
     def __init__(
-        self, model: DAK, rank: int = 8, init_scale: float = 0.1, init_loc_scale: float = 0.1
+        self,
+        model: GuidedModel,
+        rank: int = 8,
+        init_scale: float = 0.1,
+        init_loc_scale: float = 0.1,
     ):
         super().__init__(model, init_scale, init_loc_scale)
         check_integer("rank", rank, minimum=1)
@@ -190,7 +203,9 @@ class LowRankGuide(_JointGuide):
         K = sum(self._sizes)
         self.loc = self.initial_loc(K)
         self.log_scale = self.initial_log_scale(K)
-        self.factor = nn.Parameter(0.1 * init_scale / rank**0.5 * torch.randn(K, rank))
+        self.factor = nn.Parameter(
+            (0.1 * init_scale / rank**0.5 * torch.randn(K, rank)).to(**self._options)
+        )
 
     def conditional(self, before: Tensor, size: int) -> dist.Distribution:
         """w_i = loc_i + B_i u + scale_i eps_i, with u ~ N(0, I) inferred from the weights before.

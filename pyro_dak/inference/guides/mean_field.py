@@ -6,7 +6,7 @@ from torch import Tensor
 from pyro_dak.additive.gaussian import FunctionMoments, kl_diagonal
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.inference.guides.base import NormalParameters, SiteNormals, independent_roots
-from pyro_dak.model.dak import DAK
+from pyro_dak.model.handlers import GuidedModel
 
 __all__ = ["MeanFieldGuide"]
 
@@ -26,7 +26,7 @@ class MeanFieldGuide(SiteNormals):
     `linear_*` `(F, P)`.
     """
 
-    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
         self.add_normals(self.weight_sites)
 

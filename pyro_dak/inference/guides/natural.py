@@ -84,6 +84,12 @@ class RowSums(NamedTuple):
     mean_curvature: Tensor | None = None
     squares: Tensor | None = None
 
+    def from_nodes(self, layer: AdditiveLayer) -> "RowSums":
+        """The sums for the design of the weights, from those for the design of node values."""
+        gradient = layer.from_nodes(self.gradient)
+        curvature = layer.from_nodes(layer.from_nodes(self.curvature).mT)
+        return self._replace(gradient=gradient, curvature=curvature)
+
     def plus(self, other: "RowSums") -> "RowSums":
         """The sums over the rows of both."""
         values: list[Any] = [
@@ -129,6 +135,8 @@ class NaturalGuide(TrilGuide):
         self.covariance = covariance
         self._roots: dict[str, _Root] = {}
         self._inverses: dict[str, _Inverse] = {}
+        self._moment: _Moment | None = None
+        self._of_moment: dict[Any, Any] = {}
         F, K = self.site_shapes["mu"][0], self.num_weights
         self.has_common_shift = F > 1 and model.likelihood.is_shift_invariant
         _check_size(covariance, F, K)
@@ -161,8 +169,9 @@ class NaturalGuide(TrilGuide):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without roots and inverses of precisions, which are made again when needed."""
-        return {**self.__dict__, "_roots": {}, "_inverses": {}}
+        """The state without what follows from mean and precision, which is made when needed."""
+        empty = dict[str, Any](_roots={}, _inverses={}, _moment=None, _of_moment={})
+        return {**self.__dict__, **empty}
 
     @torch.no_grad()
     def set_parameters(self, mean: Tensor, precision: Tensor) -> None:
@@ -275,18 +284,36 @@ class NaturalGuide(TrilGuide):
         self, layer: AdditiveLayer, h: Tensor, priors: NormalParameters
     ) -> tuple[FunctionMoments, Tensor]:
         """`own_moments`, which are all that a bound needs, and `kl_normal`."""
-        weights = self.fixed_weights(h.dtype)
+        weights = self.fixed_weights(layer, h.dtype)
         own = layer.joint_moments(h, *weights)[0] if weights else self.own_moments(layer, h)
         return own, self.kl_normal(priors)
 
-    def fixed_weights(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    @torch.no_grad()
+    def fixed_weights(self, layer: AdditiveLayer, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Means `(F, K)` and covariances `(F, K, K)` or `(1, K, K)` for `layer.joint_moments`.
 
-        Nothing for independent weights, which take another route.
+        They are kept until q changes. Nothing for independent weights, which take another route.
         """
         if self.covariance == "diagonal":
             return ()
-        return self.mean.to(dtype), self._inverse("precision", dtype)
+
+        def make() -> tuple[Tensor, ...]:
+            covariance = layer.at_nodes(layer.at_nodes(self._inverse("precision")).mT)
+            return layer.at_nodes(self.mean).to(dtype), covariance.to(dtype)
+
+        return self.kept(("weights", dtype, layer), make)
+
+    def kept(self, name: Any, make_fn: Callable[[], Any]) -> Any:
+        """What `make_fn` returns, kept under a name until q changes."""
+        mean, precision = self._buffers["mean"], self._buffers["precision"]
+        assert mean is not None
+        assert precision is not None
+        now = _Moment(mean, mean._version, precision, precision._version)
+        if not now.is_same(self._moment):
+            self._moment, self._of_moment = now, {}
+        if name not in self._of_moment:
+            self._of_moment[name] = make_fn()
+        return self._of_moment[name]
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
         if self.covariance == "diagonal":
@@ -368,19 +395,18 @@ class NaturalGuide(TrilGuide):
         derivatives: ExpectedDerivatives,
         coupling: float = 1.0,
         design: Tensor | None = None,
+        may_round: bool = False,
     ) -> RowSums:
-        """The sums over rows that a step needs.
-
-        Products of the design with itself are made in the dtype of the precision: the rounding of
-        float32 is 1e-7 of N / noise variance, which may exceed the prior, so that directions of
-        which the rows say nothing would get another precision, even a negative one.
+        """The sums over rows that a step needs, in the dtype of the precision.
 
         Args:
             layer: the layer of the model.
             h: inputs of the units, `(B, P)`.
             derivatives: expected gradients and curvatures, `(B, F)` each.
             coupling: that of the likelihood.
-            design: the design at h, if it is there already.
+            design: the design to sum over, `(B, K)`, if it is there already.
+            may_round: whether products of the design may be made in the dtype of the model, which
+                takes half the time, where that is accurate enough (`_is_accurate`).
         """
         g, k = derivatives
         if self.has_common_shift:
@@ -391,15 +417,37 @@ class NaturalGuide(TrilGuide):
             coarse, k = (part.to(self.mean) for part in (layer.design(h, self._num_levels), k))
             return RowSums(gradient, curvature, (coarse.mT * k.mT.unsqueeze(-2)) @ coarse)
         design = layer.design(h) if design is None else design
-        design, g, k = (part.to(self.mean) for part in (design, g, k))
+        state = self.mean
+        if not (may_round and self._is_accurate(design, k)):
+            design, g, k = (part.to(state) for part in (design, g, k))
+        gradient = (g.mT @ design).to(state)
         if self.covariance == "joint" and k.shape[-1] == 1:
-            return RowSums(g.mT @ design, (design.mT @ (k * design)).unsqueeze(0))
+            return RowSums(gradient, (design.mT @ (k * design)).unsqueeze(0).to(state))
         if self.covariance == "joint":
-            return RowSums(g.mT @ design, (design.mT * k.mT.unsqueeze(-2)) @ design)
+            return RowSums(gradient, ((design.mT * k.mT.unsqueeze(-2)) @ design).to(state))
         mean, own = k.mean(-1), derivatives.curvature
         steepest = torch.minimum(coupling * own.amax(-1), own.sum(-1)).sum()
-        curvature = ((design.mT * mean) @ design).unsqueeze(0)
-        return RowSums(g.mT @ design, curvature, None, steepest, mean.sum())
+        curvature = ((design.mT * mean) @ design).unsqueeze(0).to(state)
+        return RowSums(gradient, curvature, None, steepest, mean.sum())
+
+    def _is_accurate(self, design: Tensor, k: Tensor) -> bool:
+        """Whether rounding of Phi^T diag(k) Phi in the dtype of the design is small to the prior.
+
+        A direction of which rows say nothing has the precision of the prior, and the rounding of
+        the sums over all other directions: about 2 eps k |phi|^2 B for a batch, by measurement,
+        and sqrt(n / B) times that for n rows in batches of B. With little noise k is large, and
+        precisions could even become negative. A twentieth of the prior is taken as small.
+        """
+        if design.dtype == torch.float64 or not design.is_cpu:
+            return False  # elsewhere a look at the numbers would wait for the device
+        low, high = torch.aminmax(design)
+        largest = max(float(high), -float(low)) ** 2 * float(k.amax())
+        num_rows, least = self.kept(
+            "rows and prior", lambda: (float(self.num_rows), float(self.prior_precision.min()))
+        )
+        rounding = 2 * torch.finfo(design.dtype).eps * largest
+        rounding *= math.sqrt(max(num_rows, len(design)) * len(design))
+        return bool(rounding <= 0.05 * least)
 
     @torch.no_grad()
     def step(
@@ -735,6 +783,24 @@ class _Root(NamedTuple):
     version: int
     values: dict[torch.dtype, Tensor]
     num_changes: int
+
+
+class _Moment(NamedTuple):
+    """Mean and precision at one of their versions."""
+
+    mean: Tensor
+    mean_version: int
+    precision: Tensor
+    precision_version: int
+
+    def is_same(self, other: "_Moment | None") -> bool:
+        """Whether the other one is of the same tensors, unchanged."""
+        return (
+            other is not None
+            and self.mean is other.mean
+            and self.precision is other.precision
+            and self[1::2] == other[1::2]
+        )
 
 
 class _Inverse(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 from pyro_dak.additive.gaussian import FunctionMoments, kl_diagonal, kl_tril
 from pyro_dak.additive.layer import AdditiveLayer
 from pyro_dak.inference.guides.base import NormalParameters, SiteNormals, independent_roots, tril
-from pyro_dak.model.dak import DAK
+from pyro_dak.model.handlers import GuidedModel
 
 __all__ = ["UnitBlockGuide"]
 
@@ -18,7 +18,7 @@ class UnitBlockGuide(SiteNormals):
     exponentiated diagonal is the Cholesky factor; `mu` and `linear` as in `MeanFieldGuide`.
     """
 
-    def __init__(self, model: DAK, init_scale: float = 0.1, init_loc_scale: float = 0.1):
+    def __init__(self, model: GuidedModel, init_scale: float = 0.1, init_loc_scale: float = 0.1):
         super().__init__(model, init_scale, init_loc_scale)
         self.add_normals(self.weight_sites[:-1])  # z, which is the last, has its own form
         shape = self.site_shapes["z"]

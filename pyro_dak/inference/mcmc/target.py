@@ -3,10 +3,13 @@
 The vector, called the position, holds all weights and, where they are sampled, the scales of the
 units and of the noise in unconstrained coordinates. The weights are whitened by the curvature of
 the log density at its mode: the posterior of a regression becomes a standard normal, that of a
-classifier nearly one, and trajectories stay short. This is a change of coordinates; the samples do
-not depend on it.
+classifier nearly one, and trajectories stay short. Where scales are sampled too and the weights are
+normal given them, as in a regression with normal priors, they are whitened anew at every value of
+the scales: see `Target.given_scales`. This is a change of coordinates; the samples do not depend on
+it.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +29,8 @@ __all__ = ["Target"]
 _LOG_2PI = math.log(2 * math.pi)
 # With more weights than this, those of different functions are whitened apart from each other.
 _MAX_JOINT_WEIGHTS = 3000
+# With more scales than this, the curvature of their log density would take too long.
+_MAX_SCALES = 32
 
 
 class Target:
@@ -70,13 +75,30 @@ class Target:
         self._scales = _Scales(scale_priors, current)
         self._reduced = self._reduce()
         self._lowest: Tensor | None = None
-        if whiten:
+        has_normal_weights = self._reduced is not None and self._normal_prior is not None
+        self.is_collapsed = bool(whiten and has_normal_weights and scale_priors)
+        self._centre = self._scales.start.to(self._loc)
+        self._spread = torch.eye(len(self._centre), dtype=h.dtype, device=h.device)
+        if self.is_collapsed and len(self._centre) <= _MAX_SCALES:
+            self._centre, self._spread = _find_mode(self._scale_potential, self._centre)
+        if whiten and not self.is_collapsed:
             self._loc, self._root = _find_whitening(
                 self.design, self._prior_precision(), self._log_prior, self._row_log_lik
             )
             # With Gaussian noise and normal priors the whitened weights are standard normals.
-            if self._reduced is not None and self._normal_prior is not None and not scale_priors:
+            if has_normal_weights:
                 self._lowest = -self._log_joint(self._loc, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the network, which a chain does not need and which may be large."""
+        model = copy.copy(self.model)
+        model._modules = {**model._modules, "feature_extractor": None, "novelty": None}
+        return {**self.__dict__, "model": model}
+
+    @property
+    def device(self) -> torch.device:
+        """Where positions are."""
+        return self._loc.device
 
     @property
     def num_weights(self) -> int:
@@ -89,14 +111,17 @@ class Target:
         position = params["position"]
         if self._lowest is not None:
             return self._lowest + 0.5 * position.square().sum()
-        weights = self._weights(position[: self.num_weights])
-        scales, log_det = self._scales.constrain(position[self.num_weights :])
-        return -(self._log_joint(weights, scales) + log_det)
+        e = position[: self.num_weights]
+        free = self._free_scales(position[self.num_weights :])
+        if self.is_collapsed:
+            return 0.5 * (e.square() + _LOG_2PI).sum() + self._scale_potential(free)
+        scales, log_det = self._scales.constrain(free)
+        return -(self._log_joint(self._weights(e), scales) + log_det)
 
     @torch.no_grad()
     def initial_position(self, generator: torch.Generator, max_tries: int = 100) -> Tensor:
         """A random start of finite density, within two standard deviations of the mode."""
-        start = torch.cat([self._loc.new_zeros(self.num_weights), self._scales.start.to(self._loc)])
+        start = self._loc.new_zeros(self.num_weights + len(self._centre))
         spread = torch.ones_like(start)
         spread[: self.num_weights] = 2.0
         for _ in range(max_tries):
@@ -112,9 +137,64 @@ class Target:
     @torch.no_grad()
     def sites(self, positions: Tensor) -> dict[str, Tensor]:
         """The sites of the model and the sampled scales at positions `(..., D)`, by name."""
-        weights = self.model.layer.split(self._weights(positions[..., : self.num_weights]))
-        sites = {name: getattr(weights, name) for name in self._weight_priors}
-        return sites | self._scales.constrain(positions[..., self.num_weights :])[0]
+        e = positions[..., : self.num_weights]
+        scales = self._scales.constrain(self._free_scales(positions[..., self.num_weights :]))[0]
+        flat = self._weights_given(e, scales) if self.is_collapsed else self._weights(e)
+        weights = self.model.layer.split(flat)
+        return {name: getattr(weights, name) for name in self._weight_priors} | scales
+
+    def given_scales(self, scales: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean m `(F, K)` and root `(F, K, K)` of the weights given the scales t, and log p(y | t).
+
+        For Gaussian noise and normal priors w_c ~ N(w0, diag(s0^2)) the weights are normal given
+        the scales t. With the rows R of the reduced design, whose columns and whose noise are those
+        of t, B = R diag(s0) / noise and r = (c - R w0) / noise, the precision of (w_c - w0) / s0 is
+        A = I + B^T B = T T^T, so that w = m + root e with root = diag(s0) T^{-T}, e ~ N(0, I), and
+
+            log p(y | t) = -1/2 sum_c [N log(2 pi noise^2) + log det A + r^T r - |T^{-1} B^T r|^2
+                                       + rest / noise^2]
+
+        (see `exact_posterior`). In the coordinates (e, t) the posterior is N(e | 0, I) p(t | y):
+        the weights no longer depend on the scales, and the scales mix as if they were alone.
+        """
+        assert self._reduced is not None
+        assert self._normal_prior is not None
+        assert self._noise is not None
+        R, c, rest = self._reduced
+        loc0, scale0, _ = self._normal_prior
+        ratio = self._column_ratio(scales)
+        R = R if ratio is None else R * ratio
+        noise = scales.get("noise_scale", self._noise).expand(len(rest))
+        B = R * scale0.unsqueeze(-2) / noise[:, None, None]  # (C, n, K)
+        r = ((c - R @ loc0.mT) / noise).mT.unsqueeze(-1)  # (C, n, 1)
+        eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
+        T = torch.linalg.cholesky(eye + B.mT @ B)
+        half = torch.linalg.solve_triangular(T, B.mT @ r, upper=False)  # (C, K, 1)
+        log_det = 2 * T.diagonal(dim1=-2, dim2=-1).log().sum()
+        fit = r.square().sum() - half.square().sum() + (rest / noise.square()).sum()
+        log_norm = len(self.y) * (2 * noise.log() + _LOG_2PI).sum()
+        inverse = torch.linalg.solve_triangular(T.mT, eye.expand_as(T), upper=True)
+        root = scale0.unsqueeze(-1) * inverse
+        return loc0 + (root @ half).squeeze(-1), root, -0.5 * (log_norm + log_det + fit)
+
+    def _free_scales(self, u: Tensor) -> Tensor:
+        """Scales in unconstrained coordinates from those of the position, both `(..., D)`."""
+        return self._centre + u @ self._spread.mT
+
+    def _scale_potential(self, free: Tensor) -> Tensor:
+        """-log p(y, scales) at unconstrained scales `(D,)`, with the Jacobian of constraints."""
+        scales, log_det = self._scales.constrain(free)
+        return -(self.given_scales(scales)[2] + self._log_prior_of_scales(scales) + log_det)
+
+    def _weights_given(self, e: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
+        """w = m + root e, `(..., F, K)`, at the scales of each position."""
+        batch = e.shape[:-1]
+        flat = {name: v.flatten(0, len(batch) - 1) for name, v in scales.items()}
+        rows = []
+        for s, row in enumerate(e.reshape(-1, *self._loc.shape)):
+            mean, root, _ = self.given_scales({name: value[s] for name, value in flat.items()})
+            rows.append(mean + (root @ row.unsqueeze(-1)).squeeze(-1))
+        return torch.stack(rows).reshape(*batch, *self._loc.shape)
 
     def _weights(self, e: Tensor) -> Tensor:
         """w = loc + root e, `(..., F, K)`, from whitened weights `(..., F K)`."""
@@ -124,7 +204,11 @@ class Target:
     def _log_joint(self, weights: Tensor, scales: Mapping[str, Tensor]) -> Tensor:
         ratio = self._column_ratio(scales)
         scaled = weights if ratio is None else weights * ratio
-        total = self._log_prior(weights) + self._log_lik(scaled, scales.get("noise_scale"))
+        log_lik = self._log_lik(scaled, scales.get("noise_scale"))
+        return self._log_prior(weights) + log_lik + self._log_prior_of_scales(scales)
+
+    def _log_prior_of_scales(self, scales: Mapping[str, Tensor]) -> Tensor:
+        total = self.design.new_zeros(())
         for name, value in scales.items():
             prior = self._extra_priors.get(name)
             if prior is None:
@@ -265,6 +349,41 @@ def _find_whitening(
     eye = torch.eye(factor.shape[-1], dtype=weights.dtype, device=weights.device)
     root = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
     return weights, root
+
+
+def _find_mode(
+    potential_fn: Callable[[Tensor], Tensor],
+    start: Tensor,
+    max_steps: int = 30,
+    tolerance: float = 1e-6,
+    min_curvature: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """The minimum `(D,)` of a potential, and a root `(D, D)` of the inverse curvature there.
+
+    Damped Newton steps with curvatures |lambda| of at least `min_curvature`, so that a scale whose
+    prior has a long tail is not taken for a wide normal.
+    """
+
+    def inverse_root(position: Tensor) -> Tensor:
+        hessian = torch.autograd.functional.hessian(potential_fn, position)
+        values, vectors = torch.linalg.eigh(hessian)
+        return vectors / values.abs().clamp(min=min_curvature).sqrt()
+
+    position, root = start, inverse_root(start)
+    for _ in range(max_steps):
+        value, slope = torch.autograd.functional.vjp(potential_fn, position)
+        step = root @ (root.mT @ slope)
+        if float(step @ slope) < tolerance:
+            break
+        for halving in range(20):
+            proposal = position - step / 2**halving
+            if float(potential_fn(proposal)) < float(value):
+                position = proposal
+                break
+        else:
+            break
+        root = inverse_root(position)
+    return position, root
 
 
 def _total_curvature(design: Tensor, curvature: Tensor, prior_precision: Tensor) -> Tensor:
