@@ -18,23 +18,20 @@ the largest variance, or mutual information, over 50 passes with dropout.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import typer
 from torch import Tensor, nn
 
+from experiments.curves import by_place, draw_panels, mean_band, mean_with_error
 from experiments.datasets import load_regression
 from experiments.image_datasets import load_images
 from experiments.peers import NetworkEnsemble
-from experiments.report import announce_report, markdown_table, newest, save_figure
+from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak import (
     DAK,
@@ -245,24 +242,11 @@ def make_job(dataset: str, strategy: str, seed: int, stop: int = STOP) -> Job:
     return Job("active", dataset, strategy, seed, {"stop": stop})
 
 
-def _by_place(runs: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
-    """The newest runs of each data set and strategy, in the order of both."""
-    names = ("dataset", "model", "seed")
-    groups: dict[tuple[str, str], list[Line]] = {(d, s): [] for d in DATASETS for s in STRATEGIES}
-    for run in newest(runs, lambda run: tuple(run["config"][name] for name in names)):
-        groups[run["config"]["dataset"], run["config"]["model"]].append(run)
-    return {place: group for place, group in groups.items() if group}
-
-
 def table(runs: list[Line]) -> str:
     """Means over seeds of area and last error, with standard errors, as Markdown."""
     rows = []
-    for (dataset, strategy), group in _by_place(runs).items():
-        cells = []
-        for name in ("area", "error"):
-            values = [run["metrics"][name] for run in group]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            cells.append(f"{statistics.fmean(values):.4f} ± {error:.4f}")
+    for (dataset, strategy), group in by_place(runs, DATASETS, STRATEGIES).items():
+        cells = [mean_with_error(group, name, 4) for name in ("area", "error")]
         rows.append([dataset, strategy, *cells, str(len(group))])
     columns = ["data", "strategy", "area under the curve", "error at the end", "seeds"]
     text = "Errors on test rows from 20 to 200 labels, mean over seeds ± standard error."
@@ -271,29 +255,14 @@ def table(runs: list[Line]) -> str:
 
 def draw(runs: list[Line], figures: Path) -> list[Path]:
     """Learning curves, mean over seeds with standard errors."""
-    groups = _by_place(runs)
-    datasets = list(dict.fromkeys(dataset for dataset, _ in groups))
-    figure, axes = plt.subplots(1, len(datasets), figsize=(4 * len(datasets), 3.4), squeeze=False)
-    for axis, dataset in zip(axes[0], datasets, strict=True):
-        for number, strategy in enumerate(STRATEGIES):
-            group = groups.get((dataset, strategy), [])
-            if not group:
-                continue
-            curves = torch.tensor([run["errors"] for run in group])
-            mean = curves.mean(0)
-            error = curves.std(0, correction=min(1, len(group) - 1)) / len(group) ** 0.5
-            sizes = [START + STEP * i for i in range(len(mean))]
-            axis.plot(sizes, mean, color=f"C{number}", label=strategy)
-            axis.fill_between(
-                sizes, mean - error, mean + error, color=f"C{number}", alpha=0.2, lw=0
-            )
-        axis.set_title(dataset)
-        axis.set_xlabel("labels")
-        axis.set_yscale("log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("error")
-    axes[0][0].legend(fontsize=7)
-    return [save_figure(figure, figures / "curves.png")]
+
+    def sizes(run: Line) -> list[float]:
+        return [START + STEP * i for i in range(len(run["errors"]))]
+
+    groups = by_place(runs, DATASETS, STRATEGIES)
+    options: dict[str, Any] = {"labels": ("labels", "error"), "is_log": True}
+    path = figures / "curves.png"
+    return [draw_panels(groups, path, sizes, key="errors", band=mean_band, **options)]
 
 
 def main(

@@ -18,22 +18,19 @@ rewards may jump; nothing else was chosen.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import typer
 from torch import Tensor
 
+from experiments.curves import by_place, draw_panels, mean_band, mean_with_error
 from experiments.datasets import load_regression
 from experiments.peers import NetworkEnsemble
-from experiments.report import announce_report, markdown_table, newest, save_figure
+from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak import MaternKernel
 from pyro_dak.acting import ThompsonBandit
@@ -251,55 +248,29 @@ def make_job(problem: str, agent: str, seed: int, num_rounds: int = NUM_ROUNDS) 
     return Job("bandit", problem, agent, seed, {"num_rounds": num_rounds})
 
 
-def _by_place(runs: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
-    """The newest runs of each problem and agent, in the order of both."""
-    names = ("dataset", "model", "seed")
-    groups: dict[tuple[str, str], list[Line]] = {(p, a): [] for p in PROBLEMS for a in AGENTS}
-    for run in newest(runs, lambda run: tuple(run["config"][name] for name in names)):
-        groups[run["config"]["dataset"], run["config"]["model"]].append(run)
-    return {place: group for place, group in groups.items() if group}
-
-
 def table(runs: list[Line]) -> str:
     """Means over seeds of the regret, with standard errors, as Markdown."""
     rows = []
-    for (problem, agent), group in _by_place(runs).items():
-        cells = []
-        for name, digits in (("regret", 0), ("relative", 3)):
-            values = [run["metrics"][name] for run in group]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            cells.append(f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}")
+    for (problem, agent), group in by_place(runs, PROBLEMS, AGENTS).items():
+        cells = [mean_with_error(group, "regret", 0), mean_with_error(group, "relative", 3)]
         times = [run["metrics"]["milliseconds"] for run in group]
         rows.append([problem, agent, *cells, str(len(group)), f"{statistics.median(times):.2f}"])
-    columns = ["problem", "agent", "regret", "over random's", "seeds", "ms an update"]
-    text = "Cumulative regret, mean over seeds ± standard error; updates without those that train."
+    columns = ["problem", "agent", "regret", "over random's", "seeds", "CPU ms an update"]
+    text = "Cumulative regret, mean over seeds ± standard error, and the median time of an update."
     return f"{text}\n\n{markdown_table(columns, rows)}\n"
 
 
 def draw(runs: list[Line], figures: Path) -> list[Path]:
     """Cumulative regret by round, mean over seeds with standard errors."""
-    groups = _by_place(runs)
-    problems = list(dict.fromkeys(problem for problem, _ in groups))
-    figure, axes = plt.subplots(1, len(problems), figsize=(4.2 * len(problems), 3.4), squeeze=False)
-    for axis, problem in zip(axes[0], problems, strict=True):
-        for number, agent in enumerate(AGENTS):
-            group = groups.get((problem, agent), [])
-            if not group:
-                continue
-            curves = torch.tensor([run["curve"] for run in group])
-            mean = curves.mean(0)
-            error = curves.std(0, correction=min(1, len(group) - 1)) / len(group) ** 0.5
-            rounds = torch.linspace(0, group[0]["config"]["num_rounds"], len(mean) + 1)[1:]
-            axis.plot(rounds, mean, color=f"C{number}", label=agent)
-            axis.fill_between(
-                rounds, mean - error, mean + error, color=f"C{number}", alpha=0.2, lw=0
-            )
-        axis.set_title(problem)
-        axis.set_xlabel("rounds")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("regret over that of random arms")
-    axes[0][0].legend(fontsize=7)
-    return [save_figure(figure, figures / "regret.png")]
+
+    def rounds(run: Line) -> list[float]:
+        number = len(run["curve"])
+        return [run["config"]["num_rounds"] * (i + 1) / number for i in range(number)]
+
+    labels = ("rounds", "regret over that of random arms")
+    groups = by_place(runs, PROBLEMS, AGENTS)
+    path = figures / "regret.png"
+    return [draw_panels(groups, path, rounds, key="curve", band=mean_band, labels=labels)]
 
 
 def main(

@@ -19,14 +19,10 @@ is a sum over dimensions, which suits an additive prior.
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import typer
 from botorch import test_functions
@@ -43,8 +39,9 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor
 
+from experiments.curves import by_place, draw_panels, quartile_band
 from experiments.peers import NetworkEnsemble
-from experiments.report import announce_report, markdown_table, newest, save_figure
+from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak.botorch import DAKModel
 
@@ -187,24 +184,12 @@ def make_job(problem: str, model: str, seed: int, num_evaluations: int | None = 
     return Job("optimization", problem, model, seed, settings)
 
 
-def _by_place(runs: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
-    """The newest runs of each problem and model, in the order of both."""
-    groups: dict[tuple[str, str], list[Line]] = {
-        (problem, model): [] for problem in PROBLEMS for model in MODELS
-    }
-    for run in newest(
-        runs, lambda run: tuple(run["config"][k] for k in ("dataset", "model", "seed"))
-    ):
-        groups[run["config"]["dataset"], run["config"]["model"]].append(run)
-    return {place: group for place, group in groups.items() if group}
-
-
 def table(runs: list[Line]) -> str:
     """Quartiles of the final regret over seeds, as Markdown."""
     rows = []
-    for (problem, model), group in _by_place(runs).items():
+    for (problem, model), group in by_place(runs, PROBLEMS, MODELS).items():
         regrets = torch.tensor([run["metrics"]["regret"] for run in group], dtype=torch.float64)
-        low, middle, high = regrets.quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+        low, middle, high = (float(value) for value in quartile_band(regrets))
         seconds = [run["metrics"]["seconds"] for run in group if "seconds" in run["metrics"]]
         cells = [f"{middle:.3g}", f"{low:.3g} to {high:.3g}", str(len(group))]
         cells.append(f"{statistics.median(seconds):.2f}" if seconds else "")
@@ -216,29 +201,14 @@ def table(runs: list[Line]) -> str:
 
 def draw(runs: list[Line], figures: Path) -> list[Path]:
     """The median regret by evaluation with its quartiles, a panel for each problem."""
-    groups = _by_place(runs)
-    problems = list(dict.fromkeys(problem for problem, _ in groups))
-    figure, axes = plt.subplots(1, len(problems), figsize=(4 * len(problems), 3.4), squeeze=False)
-    for axis, problem in zip(axes[0], problems, strict=True):
-        for number, model in enumerate(MODELS):
-            group = groups.get((problem, model), [])
-            if not group:
-                continue
-            regrets = torch.tensor([run["regrets"] for run in group], dtype=torch.float64)
-            low, middle, high = regrets.quantile(torch.tensor([0.25, 0.5, 0.75]).double(), 0)
-            steps = range(1, regrets.shape[1] + 1)
-            floor = 1e-6
-            axis.plot(steps, middle.clamp(min=floor), color=f"C{number}", label=model)
-            bounds = low.clamp(min=floor), high.clamp(min=floor)
-            axis.fill_between(steps, *bounds, color=f"C{number}", alpha=0.15, lw=0)
-        axis.axvline(PROBLEMS[problem][1], color="0.8", lw=1)
-        axis.set_yscale("log")
-        axis.set_title(problem)
-        axis.set_xlabel("evaluations")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("regret")
-    axes[0][0].legend(fontsize=7)
-    return [save_figure(figure, figures / "regret.png")]
+    groups = by_place(runs, PROBLEMS, MODELS)
+    path = figures / "regret.png"
+    options: dict[str, Any] = {"labels": ("evaluations", "regret"), "is_log": True, "floor": 1e-6}
+
+    def steps(run: Line) -> range:
+        return range(1, len(run["regrets"]) + 1)
+
+    return [draw_panels(groups, path, steps, key="regrets", band=quartile_band, **options)]
 
 
 def main(
