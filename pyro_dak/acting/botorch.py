@@ -86,7 +86,7 @@ class DAKModel(Model, FantasizeMixin):
         model = model.to(x)
         centre = model.layer.log_unit_scale.detach().clone()
         if start is not None:
-            model.load_state_dict(start.dak.state_dict())
+            _copy_parameters(start.dak, model)
         maximize_evidence(
             model,
             x,
@@ -222,7 +222,9 @@ class DAKModel(Model, FantasizeMixin):
             if output_indices is not None:
                 transform = transform.subset_output(output_indices)
             posterior = transform.untransform_posterior(posterior, X=X)
-        return posterior if posterior_transform is None else posterior_transform(posterior)
+        if posterior_transform is None:
+            return posterior
+        return posterior_transform(posterior=posterior, X=X)
 
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
@@ -239,6 +241,12 @@ class DAKModel(Model, FantasizeMixin):
                 broadcasting with `(*batch, n, m)`; by default that of the model.
             kwargs: ignored; BoTorch passes some to other models.
         """
+        m = self.num_outputs
+        if Y.dim() < 2 or Y.shape[-2:] != (X.shape[-2], m):
+            raise ValueError(
+                f"`Y` must have shape (..., {X.shape[-2]}, {m}), a row for each of X and a column "
+                f"for each output; got {tuple(Y.shape)}."
+            )
         X = self.transform_inputs(X)
         if hasattr(self, "outcome_transform"):
             Y, _ = self.outcome_transform.eval()(Y, X=X)  # in eval mode it learns nothing
@@ -284,8 +292,12 @@ class DAKModel(Model, FantasizeMixin):
 
     def _design(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Unit inputs `(*batch, q, P)` and design `(*batch, q, K)` of transformed inputs."""
+        shape = self.dak.input_shape
+        if X.dim() < 2 or (shape is not None and X.shape[-1:] != shape):
+            columns = "d" if shape is None else shape[-1]
+            raise ValueError(f"`X` must have shape (..., q, {columns}); got {tuple(X.shape)}.")
         with local_parameters(self.dak):
-            h = self.dak.unit_inputs(X.reshape(-1, *X.shape[-1:]))
+            h = self.dak.unit_inputs(X.reshape(-1, X.shape[-1]))
             h = h.reshape(*X.shape[:-1], h.shape[-1])
             return h, self.dak.layer.design(h)
 
@@ -321,6 +333,19 @@ def _normal(mean: Tensor, covariance: Tensor, outputs: list[int]) -> Multivariat
         MultivariateNormal(mean[..., i], own) for i, own in zip(outputs, matrices, strict=True)
     ]
     return parts[0] if len(parts) == 1 else MultitaskMultivariateNormal.from_independent_mvns(parts)
+
+
+def _copy_parameters(start: DAK, model: DAK) -> None:
+    """Let the model have the parameters of another one, or raise if it is of another kind."""
+    values = start.state_dict()
+    shapes = [
+        {name: v.shape for name, v in state.items()} for state in (values, model.state_dict())
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "`start` must be a surrogate with the same columns, outputs and units as this one."
+        )
+    model.load_state_dict(values)
 
 
 def _check_data(train_X: Tensor, train_Y: Tensor) -> None:

@@ -320,6 +320,13 @@ def test_wrong_data_are_refused():
         DAKModel(x, y[:3])
     with pytest.raises(ValueError, match="train_Y"):
         DAKModel(x, y * math.nan)
+    first = surrogate()
+    with pytest.raises(ValueError, match="same columns, outputs and units"):
+        DAKModel(x, y, start=first, num_directions=4)
+    with pytest.raises(ValueError, match=r"`X` must have shape \(..., q, 2\)"):
+        first.posterior(torch.rand(3, 3))
+    with pytest.raises(ValueError, match=r"`Y` must have shape \(..., 3, 1\)"):
+        first.condition_on_observations(torch.rand(3, 2), torch.rand(3))
     with pytest.raises(TypeError, match="have nothing to say"):
         DAKModel(x, y, model=laplace_model(), num_directions=3)
     case = scenarios.make(num_outputs=1)
