@@ -48,6 +48,7 @@ from pyro_dak.prediction import (
 )
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
+from pyro_dak.training.head import DAKHead
 
 if TYPE_CHECKING:
     from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "ClosedFormELBO",
     "DAKClassifier",
+    "DAKHead",
     "DAKRegressor",
     "DyadicGrid",
     "FullRankGuide",

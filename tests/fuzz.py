@@ -71,6 +71,7 @@ ROOMS = (
 # every chunk of rows, on tensors that their caller has made or checked: a check there would be paid
 # for by all who call them rightly. Of other classes all public methods are attacked.
 METHODS = {
+    "AdditiveGP": "forward",
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
@@ -403,7 +404,14 @@ def _(name: str) -> Any:
     return AdditiveLayer, {"activation": activation, **sizes}
 
 
-@target("NormalPrior", "LaplacePrior", "StudentTPrior", "HorseshoePrior", "GammaScalePrior")
+@target(
+    "NormalPrior",
+    "LaplacePrior",
+    "StudentTPrior",
+    "HorseshoePrior",
+    "GammaScalePrior",
+    "LogNormalPrior",
+)
 def _(name: str) -> Any:
     kind = getattr(pyro_dak, name)
     return kind, {field.name: field.default for field in dataclasses.fields(kind)}
@@ -441,17 +449,18 @@ def _(name: str) -> Any:
     return check_fn, {"y": y}
 
 
-@target("DAK", numbers="any")
+@target("DAK", "AdditiveGP", numbers="any")
 def _(name: str) -> Any:
-    return DAK, {
+    own: Arguments = {"num_outputs": 2, "likelihood": GaussianLikelihood()}
+    if name == "AdditiveGP":
+        own = {"num_functions": 2, "name": "gp"}
+    return getattr(pyro_dak, name), own | {
         "feature_extractor": nn.Linear(D, 4),
         "feature_dim": 4,
         "num_units": 4,
-        "num_outputs": 2,
         "level": 2,
         "bounds": (0.0, 1.0),
         "kernel": LaplaceKernel(),
-        "likelihood": GaussianLikelihood(),
         "scaling": "minmax",
         "embedding": False,
         "prior": {"z": NormalPrior(0.0, 2.0)},
@@ -461,6 +470,12 @@ def _(name: str) -> Any:
 
 def _is_target(y: Any, arguments: Arguments) -> bool:
     return len(y) == len(arguments["x"])
+
+
+@target("AdditiveGP.forward", is_right=_is_target, numbers="any")
+def _(name: str) -> Any:
+    gp = pyro_dak.AdditiveGP(nn.Linear(D, 4), 4, num_units=2, level=2)
+    return gp, {"x": torch.rand(N, D)}
 
 
 @target("DAK.forward", is_right=_is_target, numbers="any")

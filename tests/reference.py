@@ -148,7 +148,7 @@ def additive_gp_posterior(
     x: Tensor,
     y: Tensor,
     x_new: Tensor,
-    lengthscale: float,
+    lengthscale: Tensor | float,
     unit_scale: Tensor | float,
     bias_scale: float,
     noise_scale: float,
@@ -159,8 +159,8 @@ def additive_gp_posterior(
         x: inputs, `(N, P)`.
         y: targets, `(N,)`, or `(N, C)` for outputs that share the kernel and the noise.
         x_new: new inputs, `(N_new, P)`.
-        lengthscale: t.
-        unit_scale: sigma, `(P,)` or one for all.
+        lengthscale: t, `(P,)` or one for all.
+        unit_scale: sigma, likewise.
         bias_scale: prior standard deviation of the bias.
         noise_scale: standard deviation of the noise.
 
@@ -168,12 +168,15 @@ def additive_gp_posterior(
         Mean of f, `(N_new,)` or `(N_new, C)` like y, and variance of f, `(N_new,)`.
     """
     num_units = x.shape[-1]
-    sigma = torch.as_tensor(unit_scale, dtype=torch.float64).expand(num_units)
+    sigma, t = (
+        torch.as_tensor(value, dtype=torch.float64).expand(num_units)
+        for value in (unit_scale, lengthscale)
+    )
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         total = torch.full((len(a), len(b)), float(bias_scale) ** 2, dtype=torch.float64)
         for p in range(num_units):
-            total += sigma[p] ** 2 * laplace(a[:, p], b[:, p], lengthscale)
+            total += sigma[p] ** 2 * laplace(a[:, p], b[:, p], float(t[p]))
         return total
 
     noise = float(noise_scale) ** 2 * torch.eye(len(x), dtype=torch.float64)

@@ -201,6 +201,7 @@ def build_on_tables(
     level: int = 5,
     bounds: tuple[float, float] = (0.0, 1.0),
     lengthscale: float = 1.0,
+    learn_lengthscale: bool = False,
     noise_scale: float = 0.5,
     learn_noise: bool = True,
     heteroscedastic: bool = False,
@@ -221,7 +222,7 @@ def build_on_tables(
             level,
             kind(noise_scale, learn_noise),
             bounds=bounds,
-            kernel=LaplaceKernel(lengthscale),
+            kernel=LaplaceKernel(lengthscale, learn=learn_lengthscale),
             **options,
         )
         if unit_scale is not None:

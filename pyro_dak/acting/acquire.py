@@ -23,6 +23,7 @@ from pyro_dak.model.likelihoods import (
     PoissonLikelihood,
 )
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, num_rows, split, take, to_device
 from pyro_dak.prediction.predict import with_bar
 from pyro_dak.validation import check_choice, check_finite, check_integer, check_seed
 
@@ -38,7 +39,7 @@ _BLOCK, _MAX_CONFIGURATIONS = 256, 512
 def acquire(
     model: DAK,
     posterior: Posterior,
-    pool: Tensor,
+    pool: Inputs,
     num: int,
     method: Method = "variance",
     *,
@@ -87,19 +88,19 @@ def acquire(
     check_seed("seed", seed)
     check_inputs(model, pool, "pool")
     check_integer("output", output, minimum=0, maximum=model.num_functions - 1)
-    if num > len(pool):
-        raise ValueError(f"`num` must be at most the {len(pool)} rows of the pool; got {num}.")
+    if num > num_rows(pool):
+        raise ValueError(f"`num` must be at most the {num_rows(pool)} rows of the pool; got {num}.")
     likelihood, seed = _checked_likelihood(model), 0 if seed is None else int(seed)
     is_gaussian = isinstance(likelihood, GaussianLikelihood)
-    h = _unit_inputs(model, pool, int(chunk_size), progress)
+    h, first = _unit_inputs(model, pool, int(chunk_size), progress), take(pool, slice(0, 1))
     if method == "thompson":
-        draws = draw_posterior(model, posterior, num_samples=num, x=pool[:1], seed=seed)
+        draws = draw_posterior(model, posterior, num_samples=num, x=first, seed=seed)
         value_fn = _value_fn(likelihood, output)
         some = _some_draws(draws.flat(), num, seed)
         return _best_of_draws(model, h, some, value_fn, num, int(chunk_size), progress)
     scores: _Scores
     if method == "batch_bald_greedy" and not is_gaussian:
-        draws = draw_posterior(model, posterior, num_samples=num_samples, x=pool[:1], seed=seed)
+        draws = draw_posterior(model, posterior, num_samples=num_samples, x=first, seed=seed)
         scores = _JointInformation(model, likelihood, draws.flat(), seed)
     else:
         by_draws = method == "bald" and not is_gaussian
@@ -125,12 +126,12 @@ def _checked_likelihood(model: DAK) -> Likelihood:
     return with_noise(model.likelihood)
 
 
-def _unit_inputs(model: DAK, pool: Tensor, chunk_size: int, progress: bool) -> Tensor:
+def _unit_inputs(model: DAK, pool: Inputs, chunk_size: int, progress: bool) -> Tensor:
     """h of the pool, `(N, P)`, in float64: the one pass of the network over it."""
     device, parts = model.layer.log_unit_scale.device, []
     with explaining(model, pool), evaluating(model), known_sites(model):
-        for chunk in with_bar(pool.split(chunk_size), progress, "acquire"):
-            parts.append(model.unit_inputs(chunk.to(device)).double())
+        for chunk in with_bar(split(pool, chunk_size), progress, "acquire"):
+            parts.append(model.unit_inputs(to_device(chunk, device)).double())
         h = torch.cat(parts)
         check_finite("unit_inputs", h)
     return h

@@ -131,6 +131,11 @@ def build_surrogate(
     )
     D, P = num_inputs, features.num_units
     kernel = RBFKernel() if kernel is None else kernel
+    if not isinstance(kernel.lengthscale, float):
+        raise ValueError(
+            "`kernel` must have one number as its lengthscale, in which the grid is measured; got "
+            f"{kernel.lengthscale!r}. The lengthscales of the columns are learned beside it."
+        )
     half = _HALF_WIDTH * kernel.lengthscale
     noise = torch.full((num_outputs,), float(noise_scale)) if num_outputs > 1 else noise_scale
     model = DAK(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_dak.additive.activation import KernelActivation, Route
 from pyro_dak.fast import fused
+from pyro_dak.fast.transforms import needs_plain_operations
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -165,7 +166,7 @@ def expected_log_normal(
     -(log 2 pi + log s^2 + ((y - m)^2 + v) / s^2) / 2 for each output; `noise_scale` is a scalar
     or one per output, `(C,)`.
     """
-    if not torch.compiler.is_compiling():
+    if not needs_plain_operations():
         return fused.ExpectedLogNormal.apply(y, f_mean, f_var, noise_scale)
     squares = (y - f_mean).square() + f_var
     return -0.5 * (_LOG_2PI + 2 * noise_scale.log() + squares / noise_scale.square()).sum(-1)

@@ -44,6 +44,11 @@ class AdditiveLayer(nn.Module):
         check_kind("activation", activation, KernelActivation, "a KernelActivation")
         check_integer("num_units", num_units, minimum=1)
         check_integer("num_functions", num_functions, minimum=1)
+        if activation.num_units not in (None, num_units):
+            raise ValueError(
+                f"`activation` must have a lengthscale for each of the {num_units} units, or one "
+                f"number for all; got {activation.num_units} of them."
+            )
         self.activation = activation
         self.num_units = num_units
         self.num_functions = num_functions
@@ -68,6 +73,7 @@ class AdditiveLayer(nn.Module):
         weights: Weights,
         shrinkage: Tensor | None = None,
         unit_scale: Tensor | None = None,
+        lengthscale: Tensor | None = None,
     ) -> Tensor:
         """f, `(..., N, F)`.
 
@@ -76,12 +82,14 @@ class AdditiveLayer(nn.Module):
             weights: z, mu and linear, with any batch in front.
             shrinkage: factor of sigma, `(..., P)`, with the batch of the weights.
             unit_scale: sigma, likewise; by default the layer's own.
+            lengthscale: of the kernel, likewise; by default the activation's own.
         """
         sigma = self.unit_scale if unit_scale is None else unit_scale
         sigma = sigma if shrinkage is None else sigma * shrinkage
         sigma = sigma.unsqueeze(-2)  # (..., 1, P)
         z, mu, linear = weights
-        f = self.activation.combine(h, z * sigma.unsqueeze(-1)) + mu.unsqueeze(-2)
+        f = self.activation.combine(h, z * sigma.unsqueeze(-1), lengthscale=lengthscale)
+        f = f + mu.unsqueeze(-2)
         return f if linear is None else f + self.linear_inputs(h) @ (linear * sigma).mT
 
     def moments(self, h: Tensor, loc: Weights, scale: Weights) -> FunctionMoments:

@@ -15,6 +15,7 @@ from pyro_dak.inference.draws import Posterior, draws_and_data
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.rows import Inputs
 
 __all__ = ["Finding", "Summary", "summary"]
 
@@ -89,7 +90,7 @@ class Summary:
 def summary(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 2000,
@@ -138,8 +139,9 @@ def _look_at_inputs(report: Summary, model: DAK, h: Tensor) -> None:
     report.add_if(is_dead, "dead units", len(dead), model.num_units, dead[:8])
     outside = report.values["outside_grid"] = float(((h < low) | (h > high)).double().mean())
     report.add_if(outside > 0.05, "outside the grid", outside, low, high)
-    kept = activation.prior_variance_between_nodes()
-    report.add_if(model.num_inducing > 1 and kept < 0.5, "coarse grid", kept)
+    if not activation.kernel.has_prior:
+        kept = activation.prior_variance_between_nodes()
+        report.add_if(model.num_inducing > 1 and kept < 0.5, "coarse grid", kept)
 
 
 def _look_at_weights(report: Summary, model: DAK, posterior: Posterior) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_dak.fast.fused import Intervals, second_derivative_error, two_nodes
+from pyro_dak.fast.transforms import needs_plain_operations
 
 __all__ = ["DesignMoments", "design_moments"]
 
@@ -27,7 +28,7 @@ def design_moments(
     linear: tuple[float, float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `DesignMoments`, in plain operations where they are compiled."""
-    if not torch.compiler.is_compiling():
+    if not needs_plain_operations():
         return DesignMoments.apply(h, log_sigma, loc, covariance, intervals, linear)
     sigma = log_sigma.exp()
     j, (w0, w1) = two_nodes(h.mT.unsqueeze(0), sigma.unsqueeze(0), intervals)

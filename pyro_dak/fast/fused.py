@@ -15,6 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pyro_dak.fast.lengthscales import NodePattern, UnitMap
+from pyro_dak.fast.transforms import needs_plain_operations
+
 __all__ = [
     "ExpectedLogNormal",
     "Intervals",
@@ -28,6 +31,7 @@ __all__ = [
     "sinh_ratio",
     "stack_batches",
     "two_nodes",
+    "unit_intervals",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -36,9 +40,9 @@ _LOG_2PI = math.log(2 * math.pi)
 def second_derivative_error() -> NotImplementedError:
     """The error of a backward pass that has no gradient of its own."""
     return NotImplementedError(
-        "The local route has first derivatives only; second ones were asked for "
-        "(`create_graph=True`). Take differences of gradients, or the moments of f from "
-        '`KernelActivation.combine_moments(..., route="dense")`.'
+        "The moments of f have first derivatives only on the local route; second ones were asked "
+        "for (`create_graph=True`). Make the model with the option that has them, "
+        '`DAK(..., route="dense")`, or take them by `torch.func`, as in `torch.func.hessian`.'
     )
 
 
@@ -50,6 +54,9 @@ class Intervals(NamedTuple):
     `squares`, `(M + 1,)`, holds 1 / sinh(delta)^2 for the intervals between two nodes and 0 for the
     two unbounded ones. `ends` is (1, 0) and `signs` is (-1, 1), both `(2, 1, 1, 1)`. `coefficients`
     are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number.
+
+    Where units have a delta each (`unit_intervals`), it is `(P, 1)`, and so are the slope and the
+    coefficients; `squares` is `(M + 1, P)`, and `last_coefficient` is `(P, 1)` too.
     """
 
     low: Tensor
@@ -59,8 +66,8 @@ class Intervals(NamedTuple):
     ends: Tensor
     signs: Tensor
     coefficients: tuple[Tensor, ...]
-    last_coefficient: float
-    delta: float
+    last_coefficient: float | Tensor
+    delta: float | Tensor
     num_nodes: int
 
 
@@ -84,6 +91,32 @@ def intervals_of_grid(
     last = coefficients[-1] if coefficients else math.nan
     constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last)
     return Intervals(low_, spacing_, slope, *constants, delta, num_nodes)
+
+
+def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Intervals:
+    """The intervals of a grid for units with delta `(P,)` each; those of the grid have any delta.
+
+    `is_inside`, `(M + 1, 1)`, is 0 for the two unbounded intervals and else 1. The series needs to
+    know how large delta is, which it asks on the CPU alone: elsewhere this would stop the device.
+    """
+    sinh = delta.sinh()
+    squares = is_inside / sinh.square()
+    delta = delta.unsqueeze(-1)  # (P, 1)
+    coefficients: tuple[Tensor, ...] = ()
+    if delta.device.type == "cpu" and not needs_plain_operations():
+        num = len(_sinh_coefficients(float(delta.detach().amax()), torch.finfo(delta.dtype).eps))
+        if num > 0:
+            coefficients = (delta / sinh.unsqueeze(-1),)
+            square = delta * delta
+        for k in range(1, num):
+            coefficients += (coefficients[-1] * square / (2 * k * (2 * k + 1)),)
+    return of_grid._replace(
+        slope=delta / of_grid.spacing,
+        squares=squares,
+        coefficients=coefficients,
+        last_coefficient=coefficients[-1] if coefficients else math.nan,
+        delta=delta,
+    )
 
 
 def _sinh_coefficients(delta: float, eps: float) -> list[float]:
@@ -135,8 +168,8 @@ class LinearMap:
             self.transposed = matrix.mT.to_sparse_csr()
 
     def can_run(self) -> bool:
-        """Whether the product works here: torch's compiler has no sparse products."""
-        return self.is_dense or not torch.compiler.is_compiling()
+        """Whether the product works here: torch compiles and transforms no sparse products."""
+        return self.is_dense or not needs_plain_operations()
 
     def __call__(self, z: Tensor) -> Tensor:
         """`(..., M)` to `(..., R)`."""
@@ -199,11 +232,15 @@ def sinh_ratio(a: Tensor, intervals: Intervals) -> Tensor:
     """sinh(a delta) / sinh(delta) for a in [0, 1]: by its series, on coarse grids by exp."""
     coefficients, delta = intervals.coefficients, intervals.delta
     if not coefficients:
-        left = ((a - 1) * delta).exp()
-        return (a * (-2 * delta)).expm1() * left / math.expm1(-2 * delta)
-    squares = a * a
-    # One pass: torch is three times slower at `addcmul` where two of the three are scalars.
-    w = torch.add(coefficients[-2], squares, alpha=intervals.last_coefficient)
+        left, twice = ((a - 1) * delta).exp(), -2 * delta
+        total = twice.expm1() if isinstance(twice, Tensor) else math.expm1(twice)
+        return (a * twice).expm1() * left / total
+    squares, last = a * a, intervals.last_coefficient
+    if isinstance(last, Tensor):
+        w = torch.addcmul(coefficients[-2], squares, last)
+    else:
+        # One pass: torch is three times slower at `addcmul` where two of the three are scalars.
+        w = torch.add(coefficients[-2], squares, alpha=last)
     for c in coefficients[-3::-1]:
         w = torch.addcmul(c, w, squares)
     return a * w
@@ -218,20 +255,34 @@ def two_nodes(
     weight sigma exp(-distance / lengthscale) and the other one has 0. A NaN lands in interval 0 and
     shows in the weights.
     """
-    M, is_compiling = intervals.num_nodes, torch.compiler.is_compiling()
-    h = h if is_compiling else h.contiguous()  # rows last in memory
+    j, w, _, _ = _around(h, sigma, intervals)
+    return j, w
+
+
+def _around(
+    h: Tensor, sigma: Tensor | None, intervals: Intervals
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`two_nodes`, then what their weights depend on, in spacings.
+
+    These are the distance from each node to the other one's side, `(2, E, P, N)`, and that beyond
+    the grid, `(E, P, N)`.
+    """
+    M, is_plain = intervals.num_nodes, needs_plain_operations()
+    h = h if is_plain else h.contiguous()  # rows last in memory
     x = (h - intervals.low) / intervals.spacing
     j = x.detach().clamp(0, M).to(torch.int32).clamp(0, M)
     nearest = x.clamp(1, M)
-    decay = ((x - nearest).abs() * -intervals.delta).exp()
+    beyond = (x - nearest).abs()
+    decay = (beyond * -intervals.delta).exp()
     if sigma is not None:
         decay = decay * sigma.unsqueeze(-1)
     # The distance to the other node, 1 - a for the left node and a for the right one.
     a = nearest - j
-    if is_compiling:
-        return j, torch.stack([sinh_ratio(part, intervals) * decay for part in (1 - a, a)])
-    a = torch.addcmul(intervals.ends, intervals.signs, a)
-    return j, sinh_ratio(a, intervals) * decay
+    if is_plain:
+        a = torch.stack([1 - a, a])
+    else:
+        a = torch.addcmul(intervals.ends, intervals.signs, a)
+    return j, sinh_ratio(a, intervals) * decay, a, beyond
 
 
 def _places(j: Tensor, num_units: int) -> Tensor:
@@ -245,13 +296,16 @@ def _interpolate(
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """`interpolated_moments`, and what its gradient needs."""
     F, five, R, U = table.shape
-    j, w = two_nodes(h, sigma, intervals)
+    j, w, a, beyond = _around(h, sigma, intervals)
     places = _places(j, U).view(-1)
     picked = table.reshape(F * five, R * U).index_select(1, places).view(F, five, *h.shape)
     mean, s = picked[:, :2], picked[:, 2:4]  # (F, 2, E, P, N)
     # In the memory of what was picked, which the gradient needs anyway: s_k of `_grad_inputs`.
     s.mul_(w).addcmul_(w.flip(0), picked[:, 4:], value=0.5)
-    return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), (j, places, w, picked)
+    saved: tuple[Tensor, ...] = (j, places, w, picked)
+    if isinstance(intervals.delta, Tensor):
+        saved += (a, beyond)
+    return (mean * w).sum((1, 3)), (s * w).sum((1, 3)), saved
 
 
 def _grad_table(
@@ -261,7 +315,7 @@ def _grad_table(
 
     In an interval the means get w_k g_m, the variances w_k^2 g_v, twice the covariance w0 w1 g_v.
     """
-    _, places, w, picked = saved
+    _, places, w, picked = saved[:4]
     F, five, R, U = shape
     values = torch.empty_like(picked)
     torch.mul(w, grad_mean, out=values[:, :2])
@@ -279,33 +333,50 @@ def _grad_inputs(
     saved: Sequence[Tensor],
     sigma: Tensor | None,
     intervals: Intervals,
-) -> Tensor:
-    """Gradient of h, `(E, P, N)`.
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of h, `(E, P, N)`, and of the delta of each unit, `(P,)`, through the weights.
 
     With s_k = w_k var_k + w_{1-k} cov over the two nodes k, so that the variance is sum w_k s_k,
 
         grad w_k = sum_f g_m mean_k + 2 g_v s_k,
         grad h = (grad w1 |w1'| - grad w0 |w0'|) delta / spacing,
+        grad delta = sum_nk grad w_k (a_k |w_k'| - w_k (coth(delta) + e)),
 
     where |w'|^2 = w^2 + (sigma / sinh(delta))^2 between the nodes, since cosh^2 = 1 + sinh^2, and
-    w^2 outside, where w decays.
+    w^2 outside, where w decays with the distance e from the grid. For w = sinh(a delta) /
+    sinh(delta) the last line is the derivative of a quotient; outside, a is 1 where w is not 0, and
+    coth(delta) = (1 + sinh(delta)^-2)^(1/2) becomes 1, so that -e w is left.
     """
-    j, _, w, picked = saved
+    j, places, w, picked = saved[:4]
     grad_w = (picked[:, :2] * grad_mean).add_(picked[:, 2:4] * grad_var, alpha=2)
     grad_w = grad_w[0] if len(grad_w) == 1 else grad_w.sum(0)  # (2, E, P, N)
-    squares = intervals.squares.index_select(0, j.view(-1)).view(j.shape)
+    squares, has_units = intervals.squares, isinstance(intervals.delta, Tensor)
+    if has_units:
+        squares = squares.repeat(1, len(j)).view(-1).index_select(0, places).view(j.shape)
+        rate = (squares + 1).sqrt_().add_(saved[5])
+    else:
+        squares = squares.index_select(0, j.view(-1)).view(j.shape)
     if sigma is not None:
         squares.mul_((sigma * sigma).unsqueeze(-1))
     slopes = torch.addcmul(squares, w, w).sqrt_().mul_(grad_w)
-    return (slopes[1] - slopes[0]).mul_(intervals.slope)
+    grad_h = (slopes[1] - slopes[0]).mul_(intervals.slope)
+    if not has_units:
+        return grad_h, None
+    by_ratio = slopes.mul_(saved[4]).sub_(grad_w.mul_(w).mul_(rate))
+    return grad_h, by_ratio.sum((0, 1, 3))
 
 
 class _InterpolatedMoments(torch.autograd.Function):
-    """See `interpolated_moments`; differentiable once in h, table and sigma."""
+    """See `interpolated_moments`; differentiable once in h, table, sigma and delta."""
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, table: Tensor, sigma: Tensor | None, intervals: Intervals
+        ctx: Any,
+        h: Tensor,
+        table: Tensor,
+        sigma: Tensor | None,
+        delta: Tensor | None,  # that of the intervals, for the gradient
+        intervals: Intervals,
     ) -> tuple[Tensor, Tensor]:
         mean, var, saved = _interpolate(h, table, sigma, intervals)
         ctx.save_for_backward(table, sigma, *saved)
@@ -313,9 +384,7 @@ class _InterpolatedMoments(torch.autograd.Function):
         return mean, var
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_mean: Tensor, grad_var: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
         table, sigma, *saved = ctx.saved_tensors
@@ -323,15 +392,15 @@ class _InterpolatedMoments(torch.autograd.Function):
         shape = (F, 1, E, 1, N)
         grad_mean, grad_var = grad_mean.reshape(shape), grad_var.reshape(shape)
         grad_table = _grad_table(grad_mean, grad_var, saved, table.shape)
-        grad_h = grad_sigma = None
+        grad_h = grad_delta = grad_sigma = None
         if sigma is not None:
             # Means grow with sigma, variances and covariances with its square.
             by_unit = (table * grad_table).sum((0, 2)).view(5, E, -1)
             grad_log_sigma = by_unit[:2].sum(0) + 2 * by_unit[2:].sum(0)
             grad_sigma = grad_log_sigma.sum_to_size(sigma.shape).div_(sigma)
-        if ctx.needs_input_grad[0]:
-            grad_h = _grad_inputs(grad_mean, grad_var, saved, sigma, ctx.intervals)
-        return grad_h, grad_table, grad_sigma, None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            grad_h, grad_delta = _grad_inputs(grad_mean, grad_var, saved, sigma, ctx.intervals)
+        return grad_h, grad_table, grad_sigma, grad_delta, None
 
 
 def interpolated_moments(
@@ -339,6 +408,7 @@ def interpolated_moments(
     table: Float[Tensor, "f 5 r u"],
     sigma: Float[Tensor, "#e p"] | None,
     intervals: Intervals,
+    delta: Float[Tensor, " p"] | None = None,
 ) -> tuple[Float[Tensor, "f e n"], Float[Tensor, "f e n"]]:
     """Mean and variance of sum_p sigma_p g_p(h_p) for F functions of E members, from their nodes.
 
@@ -348,10 +418,11 @@ def interpolated_moments(
         variance = sum_p w0^2 var_j + w1^2 var_{j+1} + 2 w0 w1 cov_j,
 
     with the weights of `two_nodes`. The table holds the numbers of `interval_matrix` for the
-    U = E P units. No `sigma` stands for 1.
+    U = E P units. No `sigma` stands for 1. Intervals for the `delta` of each unit are given
+    together with it.
     """
-    if not torch.compiler.is_compiling():
-        return _InterpolatedMoments.apply(h, table, sigma, intervals)
+    if not needs_plain_operations():
+        return _InterpolatedMoments.apply(h, table, sigma, delta, intervals)
     # The compiler fuses plain operations and finds the gradient by itself.
     j, (w0, w1) = two_nodes(h, sigma, intervals)
     places = _places(j, table.shape[-1]).long()
@@ -389,7 +460,8 @@ class MeanFieldTerms(torch.autograd.Function):
 
     These are the `interpolated_moments` of the table of z ~ N(loc, scale^2), plus mu and
     mu_scale^2. The gradient goes back through the table by the transpose of its map; it is
-    differentiable once in all tensors.
+    differentiable once in all tensors. Where units have a `delta` each, `table_map` is the pattern
+    of their nodes, and the intervals are those of the grid for any delta.
     """
 
     @staticmethod
@@ -401,18 +473,26 @@ class MeanFieldTerms(torch.autograd.Function):
         log_sigma: Float[Tensor, " p"],
         mu: Float[Tensor, " f"],
         mu_log_scale: Float[Tensor, " f"],
-        table_map: LinearMap,
+        delta: Float[Tensor, " p"] | None,
+        table_map: LinearMap | NodePattern,
         intervals: Intervals,
     ) -> tuple[Float[Tensor, "n f"], Float[Tensor, "n f"], Float[Tensor, ""]]:
         z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
         sigma = log_sigma.exp().unsqueeze(0)
-        table = table_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
+        own_map: LinearMap | UnitMap
+        if isinstance(table_map, NodePattern):
+            assert delta is not None
+            intervals = unit_intervals(delta, intervals, table_map.is_inside)
+            own_map = UnitMap(delta, table_map)
+        else:
+            own_map = table_map
+        table = own_map.units_last(torch.cat([loc, z_var], -1)).unflatten(1, (5, -1))
         mean, var, saved = _interpolate(h.mT.unsqueeze(0), table, sigma, intervals)
         mean.add_(mu.view(-1, 1, 1))
         var.add_(mu_var.view(-1, 1, 1))
         kl = _twice_kl(loc, log_scale, z_var).add_(_twice_kl(mu, mu_log_scale, mu_var)).div_(2)
         ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
-        ctx.table_map, ctx.intervals, ctx.shape = table_map, intervals, table.shape
+        ctx.table_map, ctx.intervals, ctx.shape = own_map, intervals, table.shape
         return mean.squeeze(1).mT, var.squeeze(1).mT, kl
 
     @staticmethod
@@ -425,9 +505,14 @@ class MeanFieldTerms(torch.autograd.Function):
         N, F = grad_mean.shape
         shape = (F, 1, 1, 1, N)
         grad_m, grad_v = grad_mean.mT.reshape(shape), grad_var.mT.reshape(shape)
-        grad_h = _grad_inputs(grad_m, grad_v, saved, sigma, ctx.intervals)
+        grad_h, grad_delta = _grad_inputs(grad_m, grad_v, saved, sigma, ctx.intervals)
         table = _grad_table(grad_m, grad_v, saved, ctx.shape).flatten(1, 2)
-        grad_loc, grad_z_var = ctx.table_map.transpose(table).chunk(2, -1)
+        if grad_delta is None:
+            grad_z = ctx.table_map.transpose(table)
+        else:
+            grad_z, through_nodes = ctx.table_map.backward(torch.cat([loc, z_var], -1), table)
+            grad_delta = grad_delta + through_nodes
+        grad_loc, grad_z_var = grad_z.chunk(2, -1)
         # The mean of f grows with sigma, its variance with the square.
         grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((0, 2))
         return (
@@ -435,6 +520,7 @@ class MeanFieldTerms(torch.autograd.Function):
             *_grad_normal(grad_loc, grad_z_var, grad_kl, loc, z_var),
             grad_log_sigma,
             *_grad_normal(grad_mean.sum(0), grad_var.sum(0), grad_kl, mu, mu_var),
+            grad_delta,
             None,
             None,
         )

@@ -17,6 +17,7 @@ from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.model.rows import Inputs, split
 from pyro_dak.validation import check_finite, check_integer, check_real
 
 __all__ = ["ExactPosterior", "checked_normal_priors", "exact_posterior"]
@@ -41,7 +42,7 @@ class ExactPosterior(NamedTuple):
     def update(
         self,
         model: DAK,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         *,
         forget: float = 1.0,
@@ -81,7 +82,7 @@ class ExactPosterior(NamedTuple):
     def downdate(
         self,
         model: DAK,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         *,
         residual_variance: bool = False,
@@ -105,7 +106,7 @@ class ExactPosterior(NamedTuple):
 
 @torch.no_grad()
 def exact_posterior(
-    model: DAK, x: Tensor, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
+    model: DAK, x: Inputs, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
 ) -> ExactPosterior:
     """Posterior of (z, mu, linear) at the features as they are, exactly, in float64.
 
@@ -138,7 +139,7 @@ def exact_posterior(
 
 def _condition(
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     loc: Tensor,
     root: Tensor,
@@ -162,7 +163,8 @@ def _condition(
     A = torch.eye(K, dtype=loc.dtype, device=loc.device).repeat(C, 1, 1)
     moment, fit = loc.new_zeros(C, K, 1), loc.new_zeros(C)
     with explaining(model, x), evaluating(model), known_sites(model):
-        for x_part, y_part in zip(x.split(int(chunk_size)), y.split(int(chunk_size)), strict=True):
+        size = int(chunk_size)
+        for x_part, y_part in zip(split(x, size), y.split(size), strict=True):
             h = model.unit_inputs(x_part).double()
             check_finite("unit_inputs", h)
             design = model.layer.design(h)

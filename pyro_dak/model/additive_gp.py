@@ -1,6 +1,6 @@
 """AdditiveGP: a network that feeds an additive Gaussian process, as a part of any program."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -10,7 +10,7 @@ from pyro.nn import PyroModule, pyro_method
 from pyro.poutine import runtime
 from torch import Tensor, nn
 
-from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.activation import KernelActivation, Route
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
@@ -25,20 +25,15 @@ from pyro_dak.model.priors import (
     site_prior,
     sites_inside,
 )
-from pyro_dak.validation import (
-    check_floating,
-    check_has_values,
-    check_integer,
-    check_kind,
-    check_tensor,
-)
+from pyro_dak.model.rows import Inputs, call, check_parts, shown
+from pyro_dak.validation import check_floating, check_has_values, check_integer, check_kind
 
 __all__ = ["AdditiveGP", "DrawnFunction", "plate_of_rows"]
 
 # Input units are for few inputs: each is a process more, and far from the data each adds variance.
 _MAX_INPUT_UNITS = 64
 # Numbers of event dimensions of the sites that f is a function of.
-_EVENT_DIMS = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1, "unit_scale": 1}
+_EVENT_DIMS = {"z": 3, "mu": 1, "linear": 2, "shrinkage": 1, "unit_scale": 1, "lengthscale": 1}
 # The plates of vectorised particles and of parallel draws, which may be the only ones.
 _PLATES_OF_DRAWS = ("num_particles_vectorized", "_num_predictive_samples")
 
@@ -59,13 +54,17 @@ class AdditiveGP(PyroModule):
 
     Sites, all with `name` and a dot in front: `z` with event `(F, P, M)`, `mu` `(F,)`, with a
     linear term `linear` `(F, P)`, with a prior over the scales of the units `shrinkage` `(P,)` or
-    `unit_scale` `(P,)`. Weights belong to all rows, so they are sampled outside of plates over
-    rows; `sample` draws them once, for use at several x and inside of plates.
+    `unit_scale` `(P,)`, with a prior in the kernel `lengthscale` `(P,)`. Weights belong to all
+    rows, so they are sampled outside of plates over rows; `sample` draws them once, for use at
+    several x and inside of plates.
 
     With input units, the D columns of x are further units after those of the network, scaled like
     them. Sites, scales and the attribute `num_units` then count all P + D units. A network may take
     strange inputs for known ones; the inputs themselves leave the grid, where the residual variance
     gives their units the prior variance back, whatever the network does.
+
+    An x is a tensor, a tuple of tensors, which the network gets as positional arguments, or a
+    dictionary of tensors, which it gets as keyword arguments (see `pyro_dak.model.rows`).
 
     Args:
         feature_extractor: any module from x to features `(..., N, feature_dim)`.
@@ -74,7 +73,8 @@ class AdditiveGP(PyroModule):
         num_functions: F.
         level: L of the grid; M = 2^L - 1.
         bounds: bounds of the grid.
-        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`.
+        kernel: kernel of the units; the default is `LaplaceKernel(1.0)`. Its lengthscale is a
+            number, one for each unit, learned (`LaplaceKernel(1.0, learn=True)`), or has a prior.
         scaling: "standardize", "minmax" or "none".
         embedding: whether a linear map takes the features to the units; if not, P = D_w.
         prior: priors of some sites by name, without the name of the module (see
@@ -86,6 +86,10 @@ class AdditiveGP(PyroModule):
         prior_scale: standard deviation of f in the prior at the start, before the scales of the
             units are learned.
         name: stands in front of the names of the sites, so that a program can have several.
+        route: how sums over kernel features are computed: "local", through the two nodes around an
+            input; "dense", which has derivatives of any order; or "auto" for the faster one.
+        features: a function from what the extractor returns to the features, for extractors that
+            return tuples, dictionaries or objects, such as `lambda out: out.pooler_output`.
     """
 
     def __init__(
@@ -104,6 +108,8 @@ class AdditiveGP(PyroModule):
         input_units: bool | int = False,
         prior_scale: float = 1.0,
         name: str = "gp",
+        route: Route = "auto",
+        features: Callable[[Any], Tensor] | None = None,
     ):
         # A context made under this setting can run with local and with global parameters.
         with local_parameters():
@@ -114,6 +120,13 @@ class AdditiveGP(PyroModule):
         check_kind("name", name, str, "a word for the names of the sites")
         if prior is not None:
             check_kind("prior", prior, Mapping, "a dictionary of priors by site")
+        if features is not None:
+            check_kind("features", features, Callable, "a function from an output to features")
+        if isinstance(features, nn.Module):
+            raise TypeError(
+                "`features` must be a function without weights, which nothing would train; got a "
+                "module. Make it the last part of `feature_extractor`."
+            )
         if not embedding and feature_dim != num_units:
             raise ValueError(
                 f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
@@ -121,16 +134,25 @@ class AdditiveGP(PyroModule):
             )
         self.name = name
         self.num_input_units = _num_input_units(input_units, feature_extractor)
-        self.feature_extractor = feature_extractor
+        self.feature_extractor, self.features_fn = feature_extractor, features
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         num_units += self.num_input_units
         self.feature_dim, self.num_units = feature_dim, num_units
         self.scaling = build_scaling(scaling, num_units, bounds)
-        activation = KernelActivation(DyadicGrid(level, bounds), kernel)
+        grid = DyadicGrid(level, bounds)
+        activation = KernelActivation(grid, kernel, num_units=num_units, route=route)
         self.layer = AdditiveLayer(activation, num_units, num_functions, linear_term, prior_scale)
         self._set_priors(prior or {})
 
     def _set_priors(self, prior: Mapping[str, PriorLike]) -> None:
+        if "lengthscale" in prior:
+            raise ValueError(
+                "`prior` must not have the lengthscale, which belongs to the kernel: give it the "
+                "prior, as in kernel=LaplaceKernel(pyro.distributions.LogNormal(0.0, 1.0))."
+            )
+        kernel = self.layer.activation.kernel
+        if kernel.has_prior:
+            prior = {**prior, "lengthscale": kernel.lengthscale}
         self.site_shapes = self._weight_shapes(prior)
         self.scale_shapes = self._scale_shapes(prior)
         self.prior = resolve_priors(prior, self.site_shapes, self.scale_shapes)
@@ -155,7 +177,8 @@ class AdditiveGP(PyroModule):
 
     def _scale_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         """Event shapes of the hyper-parameters that have priors, and so are sites."""
-        return {"unit_scale": torch.Size((self.num_units,))} if "unit_scale" in prior else {}
+        shape = torch.Size((self.num_units,))
+        return {name: shape for name in ("lengthscale", "unit_scale") if name in prior}
 
     @property
     def num_functions(self) -> int:
@@ -183,19 +206,26 @@ class AdditiveGP(PyroModule):
 
     # From x to the inputs of the units
 
-    def unit_inputs(self, x: Tensor) -> Tensor:
+    def unit_inputs(self, x: Inputs) -> Tensor:
         """h(x): what the units see, `(..., N, P)`, in the coordinates of the grid."""
         return self.embed(self.features(x))
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Inputs) -> Tensor:
         """What `embed` takes: the features of x, `(..., N, feature_dim)`, and x beside them.
 
         Without input units they are the features alone, else `(..., N, feature_dim + D)`.
         """
-        features = self.feature_extractor(x)
+        features = call(self.feature_extractor, x)
+        if self.features_fn is not None:
+            features = self.features_fn(features)
         if self.num_input_units == 0:
             return features
         self._check_features(features, self.feature_dim)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(
+                "`x` must be one floating tensor with a column for each input unit; got "
+                f"{shown(x)}. Set `input_units=False`."
+            )
         if x.shape != (*features.shape[:-1], self.num_input_units):
             rows = ", ".join(map(str, features.shape[:-1])) if features.dim() > 2 else "N"
             raise ValueError(
@@ -217,10 +247,22 @@ class AdditiveGP(PyroModule):
         return self.scaling(torch.cat([self.embedding(features), x], -1))
 
     def _check_features(self, features: Tensor, num_columns: int) -> None:
-        if features.dim() < 2 or features.shape[-1] != num_columns:
+        is_floating = isinstance(features, Tensor) and features.is_floating_point()
+        if not is_floating or features.dim() < 2 or features.shape[-1] != num_columns:
             self._refuse_features(features, num_columns)
 
-    def _refuse_features(self, features: Tensor, num_columns: int) -> None:
+    def _refuse_features(self, features: object, num_columns: int) -> None:
+        if not isinstance(features, Tensor):
+            raise TypeError(
+                f"`feature_extractor` must return a tensor (N, feature_dim={self.feature_dim}); "
+                f"got {shown(features)}. Pass `features`, a function from that to the features, "
+                "such as `features=lambda out: out[0]`."
+            )
+        if not features.is_floating_point():
+            raise TypeError(
+                f"`feature_extractor` must return floating features; got {features.dtype}. Convert "
+                "x, or let the network do so."
+            )
         beside = "" if num_columns == self.feature_dim else f" + {self.num_input_units} inputs"
         raise ValueError(
             f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}"
@@ -239,13 +281,13 @@ class AdditiveGP(PyroModule):
         with local_parameters(self):
             return super().__call__(*args, **kwargs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """f at x, `(..., N, F)`, for weights that are sampled here.
 
         Args:
             x: inputs, `(N, ...)`, or with batch dimensions in front if the extractor takes them.
         """
-        check_tensor("x", x)
+        check_parts("x", x)
         return self.sample()(x)
 
     @pyro_method
@@ -365,7 +407,8 @@ class AdditiveGP(PyroModule):
                 has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
                 values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
         weights = Weights(values["z"], values["mu"], values.get("linear"))
-        return self.layer(h, weights, values.get("shrinkage"), values.get("unit_scale"))
+        scales = (values.get(name) for name in ("shrinkage", "unit_scale", "lengthscale"))
+        return self.layer(h, weights, *scales)
 
 
 class DrawnFunction:
@@ -378,7 +421,7 @@ class DrawnFunction:
     def __init__(self, gp: AdditiveGP, sites: dict[str, Tensor]):
         self.gp, self.sites = gp, sites
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Tensor:
         return self.at_units(self.gp.unit_inputs(x))
 
     def at_units(self, h: Tensor) -> Tensor:

@@ -304,14 +304,16 @@ def _linear_layers(model: DAK, guide: nn.Module) -> list[tuple[str, bool]]:
         isinstance(model.scaling, Standardize)
         and model.embedding is not None
         and model.layer.activation.has_local_route
+        and model.layer.activation.kernel.is_fixed_number
         and not model.layer.linear_term
         and all(model.normal_prior(name) == (0.0, 1.0) for name in model.site_shapes)
         and isinstance(guide, MeanFieldGuide)
     )
     if not is_standard:
         raise NotImplementedError(
-            "An ensemble in one pass needs an embedding, standardised units, a Laplace kernel, "
-            "standard normal priors and a MeanFieldGuide. Train other members one by one."
+            "An ensemble in one pass needs an embedding, standardised units, a Laplace kernel with "
+            "one lengthscale that is not learned, standard normal priors and a MeanFieldGuide. "
+            "Train other members one by one."
         )
     layers: list[tuple[str, bool]] = []
     network = model.feature_extractor

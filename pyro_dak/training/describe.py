@@ -9,7 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,15 @@ from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, local_parameters, with_own_tensors
+from pyro_dak.model.rows import (
+    Inputs,
+    RowShape,
+    blank_rows,
+    checked_row_shape,
+    device_of,
+    num_bytes,
+    num_rows,
+)
 from pyro_dak.prediction.novelty import Novelty
 from pyro_dak.validation import check_integer, check_positive
 
@@ -95,15 +104,17 @@ def rebuild(
     description: Description,
     feature_extractor: nn.Module | None = None,
     guide_fn: Callable[[DAK], nn.Module] | None = None,
+    features: Callable[[Any], Tensor] | None = None,
 ) -> tuple[DAK, nn.Module]:
     """The model and the guide that `describe` described, with fresh weights, in eval mode.
 
-    `feature_extractor` and `guide_fn` give those that were stored as weights only.
+    `feature_extractor` and `guide_fn` give those that were stored as weights only, and `features`
+    the function that was not stored.
     """
     dtype = _look_up("dtype", description["dtype"], _DTYPES)
     shape = _input_shape(description)
     with torch.random.fork_rng(devices=[]):
-        model = _build_model(description["model"], feature_extractor)
+        model = _build_model(description["model"], feature_extractor, features)
         model.novelty = _novelty(description, model)
         model.to(dtype).eval()
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
@@ -112,7 +123,7 @@ def rebuild(
                 example = torch.zeros(2, model.num_input_units or 1, dtype=dtype)
                 set_up_guide(guide, model, example)
         elif shape is not None:
-            set_up_guide(guide, model, torch.zeros(2, *shape, dtype=dtype))
+            set_up_guide(guide, model, blank_rows(shape, 2, model.layer.log_unit_scale))
         elif getattr(guide, "prototype_trace", 0) is None:
             name = type(guide).__name__
             raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
@@ -123,11 +134,12 @@ def rebuild(
 @contextmanager
 def _without_network(model: DAK) -> Iterator[None]:
     """The model with features of zero: listed layers have no latent sites to learn of."""
-    network, model.feature_extractor = model.feature_extractor, _Zeros(model.feature_dim)
+    network, features_fn = model.feature_extractor, model.features_fn
+    model.feature_extractor, model.features_fn = _Zeros(model.feature_dim), None
     try:
         yield
     finally:
-        model.feature_extractor = network
+        model.feature_extractor, model.features_fn = network, features_fn
 
 
 class _Zeros(nn.Module):
@@ -165,16 +177,19 @@ def check_sizes(
     """
     meta, arguments = torch.device("meta"), _model_arguments(description["model"])
     kernel, (low, high) = arguments["kernel"], arguments["bounds"]
-    # No shape depends on the kernel. This one has no constants yet, and finds no grid too coarse.
-    arguments["kernel"] = kernels.LaplaceKernel(high - low)
+    # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one
+    # has no constants yet, and finds no grid too coarse.
+    lengthscale = kernel.lengthscale if kernel.has_prior else high - low
+    arguments["kernel"] = kernels.LaplaceKernel(lengthscale, learn=kernel.learn)
     with meta:
         network = _network(description["model"], feature_extractor)
         model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
         model.novelty = _novelty(description, model)
     M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
-    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M)
+    num_factors = 1 if kernel.is_fixed_number else model.num_units
+    needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M * num_factors)
     if feature_extractor is not None:
-        needed += 16 * math.prod(_input_shape(description) or ())
+        needed += 2 * num_bytes(_input_shape(description) or ())
     if has_own_guide:
         needed += 16 * num_latent
     if needed > max_bytes:
@@ -226,11 +241,9 @@ def _novelty(description: Description, model: DAK) -> Novelty | None:
     return Novelty.room_for(model, num_rows)
 
 
-def _input_shape(description: Description) -> tuple[int, ...] | None:
+def _input_shape(description: Description) -> RowShape | None:
     shape = description["input_shape"]
-    for size in shape or ():
-        check_integer("input_shape", size, minimum=0)
-    return None if shape is None else tuple(shape)
+    return None if shape is None else checked_row_shape("input_shape", shape)
 
 
 def _describe_network(network: nn.Module) -> Description | None:
@@ -263,6 +276,7 @@ def _describe_model(model: DAK) -> Description:
     """Everything that made a model, as data; the extractor is None if it cannot be described."""
     activation, scaling = model.layer.activation, model.scaling
     _named("scaling", scaling, {cls.__name__: cls for cls in SCALINGS.values()})
+    route = {} if activation.route == "auto" else {"route": activation.route}
     return {
         "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
@@ -270,7 +284,7 @@ def _describe_model(model: DAK) -> Description:
         "num_outputs": model.num_outputs,
         "level": activation.grid.level,
         "bounds": list(activation.grid.bounds),
-        "kernel": _named("kernel", activation.kernel, _KERNELS) | asdict(activation.kernel),
+        "kernel": _describe_kernel(activation.kernel),
         "likelihood": _describe_likelihood(model.likelihood),
         "scaling": next(name for name, cls in SCALINGS.items() if cls is type(scaling)),
         "scaling_options": {
@@ -280,17 +294,44 @@ def _describe_model(model: DAK) -> Description:
         "prior": {
             name: _describe_prior(name, prior)
             for name, prior in model.prior.items()
-            if name != "global_shrinkage"
+            if name not in ("global_shrinkage", "lengthscale")
         },
         "linear_term": model.layer.linear_term,
         "input_units": model.num_input_units,
+        "has_features_fn": model.features_fn is not None,
+        **route,
     }
 
 
-def _build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
+def _describe_kernel(kernel: kernels.Kernel) -> Description:
+    """The kernel as data. That it learns its lengthscale, from the value here, is said if it does.
+
+    So the description of a kernel with a number is what it was in earlier versions.
+    """
+    description = _named("kernel", kernel, _KERNELS)
+    description |= {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+    if not kernel.learn:
+        del description["learn"]
+    if kernel.has_prior:
+        description["lengthscale"] = _describe_prior("lengthscale", kernel.lengthscale)
+    elif isinstance(kernel.lengthscale, tuple):
+        description["lengthscale"] = list(kernel.lengthscale)
+    return description
+
+
+def _build_model(
+    description: Description,
+    feature_extractor: nn.Module | None = None,
+    features: Callable[[Any], Tensor] | None = None,
+) -> DAK:
     """The model of a description, with fresh weights."""
     network = _network(description, feature_extractor)
-    model = DAK(network, **_model_arguments(description))
+    if description.get("has_features_fn") and features is None:
+        raise ValueError(
+            "the model has a function from the output of its network to features, which was not "
+            "stored; pass it as `features`"
+        )
+    model = DAK(network, **_model_arguments(description), features=features)
     for name, value in description["scaling_options"].items():
         _look_up("option of the scaling", name, dict.fromkeys(_SCALING_OPTIONS))
         if name != "eps" or value != 0:
@@ -317,8 +358,12 @@ def _model_arguments(description: Description) -> dict[str, Any]:
     arguments = dict(description)
     for name in ("feature_extractor", "scaling_options"):
         del arguments[name]
+    arguments.pop("has_features_fn", None)  # earlier versions had none
     arguments["bounds"] = tuple(arguments["bounds"])
-    arguments["kernel"] = _build("kernel", arguments["kernel"], _KERNELS)
+    kernel = dict(arguments["kernel"])
+    if isinstance(kernel.get("lengthscale"), dict):
+        kernel["lengthscale"] = _build("prior", kernel["lengthscale"], _PRIORS)
+    arguments["kernel"] = _build("kernel", kernel, _KERNELS)
     likelihood = dict(arguments["likelihood"])
     if isinstance(likelihood.get("noise_scale"), list):
         likelihood["noise_scale"] = torch.tensor(likelihood["noise_scale"])
@@ -361,17 +406,17 @@ def _guide_arguments(description: Description) -> tuple[Any, dict[str, Any]]:
     return _look_up("guide", name, _GUIDES), options
 
 
-def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
+def set_up_guide(guide: nn.Module, model: DAK, example: Inputs) -> None:
     """Let an autoguide of Pyro, which is built lazily, learn the latent sites from a dry run.
 
     The targets must be given: an unobserved `y` would count as one more latent site.
     """
     if getattr(guide, "prototype_trace", 0) is not None:
         return
-    y = model.likelihood.placeholder_targets(len(example), model.num_outputs)
+    y = model.likelihood.placeholder_targets(num_rows(example), model.num_outputs)
     with evaluating(model), local_parameters(guide), torch.enable_grad():
-        guide(example, y.to(example.device))
-    guide.to(example.device)
+        guide(example, y.to(device_of(example)))
+    guide.to(device_of(example))
 
 
 def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
@@ -386,8 +431,11 @@ def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
         then = [then] * len(now)
     if isinstance(then, dict) and isinstance(now, dict):
         is_learned = then.get("learn") is True and now.get("learn") is True
-        for key in sorted((then.keys() & now.keys()) - ({"noise_scale"} if is_learned else set())):
+        starts = {"lengthscale", "noise_scale"} if is_learned else set()
+        for key in sorted((then.keys() & now.keys()) - starts):
             yield from differences(then[key], now[key], f"{name}.{key}" if name else key)
+        if "lengthscale" in then and bool(then.get("learn")) != bool(now.get("learn")):
+            yield f"{name}.learn: {bool(then.get('learn'))} then, {bool(now.get('learn'))} now"
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for i, pair in enumerate(zip(then, now, strict=True)):
             yield from differences(*pair, f"{name}[{i}]")

@@ -518,3 +518,16 @@ def test_residual_covariance_has_the_right_gradient(kernel):
     activation = KernelActivation(DyadicGrid(2), kernel)
     h = (1.4 * torch.rand(5, 2) - 0.2).requires_grad_()
     assert torch.autograd.gradcheck(activation.residual_covariance, h)
+
+
+@pytest.mark.parametrize("kind", [LaplaceKernel, RBFKernel])
+@pytest.mark.parametrize("learn", [True, False])
+def test_residual_covariance_with_a_lengthscale_for_each_unit(kind, learn):
+    scales = (0.2, 0.5)
+    activation = KernelActivation(DyadicGrid(3), kind(scales, learn=learn))
+    h = inputs_inside_and_outside(activation.grid, 2)
+    covariance = activation.residual_covariance(h)
+    for unit, scale in enumerate(scales):
+        alone = KernelActivation(DyadicGrid(3), kind(scale))
+        expected = alone.residual_covariance(h[:, unit : unit + 1])
+        assert_close(covariance[unit : unit + 1], expected, rtol=1e-8, atol=1e-8)

@@ -74,8 +74,8 @@ def test_rows_of_the_node_factor_hold_at_most_one_non_zero_per_level(level):
 def test_locate_finds_the_interval_and_the_distances_to_its_nodes(x, j):
     interval = bridge.locate(torch.tensor(x), 7, 0.3)
     assert interval.j == j
-    assert interval.a == (x - j if j > 0 else math.inf)
-    assert_close(float(interval.b), j + 1 - x if j < 7 else math.inf)
+    assert interval.a == (x - j if j > 0 else bridge.FAR)
+    assert_close(float(interval.b), j + 1 - x if j < 7 else bridge.FAR)
 
 
 @pytest.mark.parametrize("x", [math.nan, math.inf, -math.inf])

@@ -70,10 +70,10 @@ def test_sparse_factor_stays_finite_at_level_14(lengthscale):
 def test_level_coefficients_are_those_of_the_bridge(delta):
     c, scale, c_edge, scale_edge = level_coefficients(2, delta)
     d = torch.tensor(delta)
-    assert_close(c, float(0.5 / d.cosh()))
-    assert_close(scale, float(d.tanh().sqrt()))
-    assert_close(c_edge, float((-d).exp()))
-    assert_close(scale_edge, float((-torch.expm1(-2 * d)).sqrt()))
+    assert_close(c, 0.5 / d.cosh())
+    assert_close(scale, d.tanh().sqrt())
+    assert_close(c_edge, (-d).exp())
+    assert_close(scale_edge, (-torch.expm1(-2 * d)).sqrt())
 
 
 def test_first_level_has_no_neighbours():

@@ -1,10 +1,12 @@
 import math
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
+from pyro_dak.additive.kernels import Kernel, LaplaceKernel, MaternKernel, RBFKernel
 
 KERNELS = [LaplaceKernel(0.7), MaternKernel(0.7, nu=1.5), MaternKernel(0.7), RBFKernel(0.7)]
 
@@ -76,3 +78,68 @@ def test_lengthscale_must_be_a_number(lengthscale):
 def test_matern_names_the_smoothness_it_has(nu):
     with pytest.raises(ValueError, match=r"`nu` must be 1.5 or 2.5; got .* use LaplaceKernel"):
         MaternKernel(1.0, nu=nu)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+@pytest.mark.parametrize("kind", [torch.tensor, list, tuple, np.array])
+def test_lengthscales_of_units_are_numbers_in_a_tuple(kernel, kind):
+    own = replace(kernel, lengthscale=kind([0.5, 2.0]))
+    assert own.lengthscale == (0.5, 2.0)
+    again = replace(kernel, lengthscale=(0.5, 2.0))
+    assert own == again
+    assert hash(own) == hash(again)
+    assert "lengthscale=(0.5, 2.0)" in repr(own)
+    assert own != kernel
+    assert replace(kernel, lengthscale=kind([0.5, 2.0]), learn=True) != own
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_matrix_with_a_lengthscale_for_each_unit_is_that_of_each_alone(kernel):
+    a, b, scales = torch.randn(3, 2), torch.randn(4), (0.5, 2.0)
+    expected = [replace(kernel, lengthscale=t)(a[:, p], b) for p, t in enumerate(scales)]
+    assert_close(replace(kernel, lengthscale=scales)(a, b), torch.stack(expected, 1))
+    assert_close(kernel(a, b, torch.tensor(scales)), torch.stack(expected, 1))
+
+
+def test_a_kernel_of_ones_own_has_lengthscales_too():
+    @dataclass(frozen=True)
+    class Cauchy(Kernel):
+        def of_distance(self, r):
+            return 1 / (1 + (r / self.lengthscale) ** 2)
+
+    found = Cauchy((0.5, 2.0))(torch.tensor([1.0, 1.0]), torch.zeros(1))
+    assert_close(found, torch.tensor([[1 / 5], [1 / 1.25]]))
+
+
+def test_a_scalar_tensor_is_a_number():
+    kernel = LaplaceKernel(torch.tensor(0.5))
+    assert kernel == LaplaceKernel(0.5)
+    assert kernel.is_fixed_number
+
+
+def test_a_prior_is_carried_and_gives_no_value():
+    prior = torch.distributions.LogNormal(0.0, 1.0)
+    kernel = LaplaceKernel(prior)
+    assert kernel.lengthscale is prior
+    assert kernel == LaplaceKernel(prior)
+    assert hash(kernel) == hash(LaplaceKernel(prior))
+    assert "LogNormal" in repr(kernel)
+    with pytest.raises(ValueError, match="`lengthscale` must be given where it has a prior"):
+        kernel(torch.rand(2), torch.rand(3))
+    with pytest.raises(ValueError, match="`learn` must be False where the lengthscale has a prior"):
+        LaplaceKernel(prior, learn=True)
+
+
+@pytest.mark.usefixtures("no_type_checker")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lengthscale": torch.tensor([1.0, -1.0])}, ValueError, r"`lengthscale\[1\]` must be pos"),
+        ({"lengthscale": []}, ValueError, "`lengthscale` must have a number for each unit"),
+        ({"lengthscale": torch.ones(2, 2)}, TypeError, r"`lengthscale\[0\]` must be a real number"),
+        ({"learn": 1}, TypeError, "`learn` must be True or False; got 1"),
+    ],
+)
+def test_wrong_lengthscales_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LaplaceKernel(**arguments)

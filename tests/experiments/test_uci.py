@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import models
 from experiments import paper, uci
 from experiments.datasets import load_regression
 from experiments.runs import Job, read_runs
@@ -147,3 +148,12 @@ def test_standardising_uses_the_training_rows():
     kept = torch.ones(len(x), dtype=torch.bool)
     kept[test_rows] = False
     assert scale == pytest.approx(y[kept].std().item())
+
+
+def test_learned_lengthscales_differ_from_the_best_settings_in_that_alone():
+    jobs = {name: uci.make_job("wine", "dak_cf", name, 0, 5) for name in ("best", "lengthscale")}
+    best, learned = (jobs[name].settings for name in ("best", "lengthscale"))
+    assert learned["options"] == best["options"] | {"learn_lengthscale": True}
+    assert learned["recipe"] == best["recipe"]
+    model = models.build("dak_cf", 3, feature_dim=4, **learned["options"])
+    assert model.model.layer.activation.log_lengthscale.shape == (16,)

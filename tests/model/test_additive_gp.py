@@ -21,6 +21,7 @@ from pyro_dak import (
     GammaScalePrior,
     GaussianLikelihood,
     HeteroscedasticLikelihood,
+    LaplaceKernel,
     LogNormalPrior,
     MeanFieldGuide,
     NaturalGuide,
@@ -326,6 +327,7 @@ def test_priors_of_scales_must_be_positive(make, message):
 
 
 HYPER = {
+    "lengthscale": {"kernel": LaplaceKernel(dist.LogNormal(torch.tensor(0.0), 0.5))},
     "unit_scale": {"prior": {"unit_scale": GammaScalePrior(2.0, 2.0)}},
     "noise_scale": {"likelihood": GaussianLikelihood(dist.LogNormal(torch.tensor(-1.0), 0.5))},
 }

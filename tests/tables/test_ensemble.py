@@ -10,6 +10,7 @@ from pyro_dak import (
     CategoricalLikelihood,
     GaussianLikelihood,
     HeteroscedasticLikelihood,
+    LaplaceKernel,
     LowRankGuide,
     MeanFieldGuide,
     RBFKernel,
@@ -195,7 +196,13 @@ def test_training_says_so_when_it_diverges():
 
 
 @pytest.mark.parametrize(
-    "options", [{"linear_term": True}, {"kernel": RBFKernel(0.3)}, {"scaling": "minmax"}]
+    "options",
+    [
+        {"linear_term": True},
+        {"kernel": RBFKernel(0.3)},
+        {"kernel": LaplaceKernel(1.0, learn=True)},
+        {"scaling": "minmax"},
+    ],
 )
 def test_other_architectures_are_refused(options):
     with pytest.raises(NotImplementedError, match="one by one"):
