@@ -314,28 +314,24 @@ class TableEstimator(Parameters, BaseEstimator):
 
         Arrays become data frames if some of their columns are categories.
         """
-        frame, columns = as_frame(X), self.__dict__.get("columns_")  # old files have none
-        has_numbers = columns is None or columns.are_numbers
-        if is_first:
-            has_numbers = self.categorical_features is None or _is_from_dtype(self)
         checks: dict[str, Any] = {"reset": is_first, "ensure_min_samples": least_rows}
+        columns = None if is_first else self.__dict__.get("columns_")
+        if columns is None and not is_first:  # a model of an earlier version
+            return validate_data(self, X, dtype=_DTYPES, **checks)
+        chosen = self.categorical_features
+        has_numbers = chosen is None or _is_from_dtype(chosen)
+        has_numbers = has_numbers if columns is None else columns.are_numbers
+        frame = as_frame(X)
         if frame is None and has_numbers:
-            finite = "allow-nan" if is_first or columns is not None else True
-            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite=finite, **checks)
+            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite="allow-nan", **checks)
         if frame is None:
-            frame = pd.DataFrame(
-                validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
-            )
-            return frame.set_axis(_names(frame.shape[1]), axis=1)
-        validate_data(self, frame, reset=is_first, skip_check_array=True)
-        for number, least, what in zip(
-            frame.shape, (least_rows, 1), ("sample", "feature"), strict=True
-        ):
-            if number < least:
-                raise ValueError(
-                    f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
-                    f"{least} is required."
-                )
+            X = validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
+            frame = pd.DataFrame(X)
+        else:
+            validate_data(self, frame, reset=is_first, skip_check_array=True)
+            _check_shape(frame, least_rows)
+        if columns is not None:
+            return frame.set_axis(columns.names, axis=1)
         has_names = hasattr(self, "feature_names_in_")
         names = [*self.feature_names_in_] if has_names else _names(frame.shape[1])
         return frame.set_axis(names, axis=1)
@@ -343,7 +339,7 @@ class TableEstimator(Parameters, BaseEstimator):
     def _categorical_names(self, X: Any) -> list[str] | None:
         """The names of the columns of categories; None if their types say which they are."""
         chosen = self.categorical_features
-        if _is_from_dtype(self):
+        if _is_from_dtype(chosen):
             return None
         names = list(X.columns) if isinstance(X, pd.DataFrame) else _names(X.shape[1])
         if chosen is None:
@@ -508,8 +504,19 @@ class TableEstimator(Parameters, BaseEstimator):
                 yield ensemble, ensemble.moments_from(features), leverages
 
 
-def _is_from_dtype(estimator: Any) -> bool:
-    chosen = estimator.categorical_features
+def _check_shape(frame: pd.DataFrame, least_rows: int) -> None:
+    """Raise if a data frame has too few rows or no columns, in the words of scikit-learn."""
+    least = {"sample": least_rows, "feature": 1}
+    for number, (what, minimum) in zip(frame.shape, least.items(), strict=True):
+        if number < minimum:
+            raise ValueError(
+                f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
+                f"{minimum} is required."
+            )
+
+
+def _is_from_dtype(chosen: Any) -> bool:
+    """Whether the types of columns say which of them are categories."""
     return isinstance(chosen, str) and chosen == "from_dtype"
 
 
@@ -534,13 +541,14 @@ def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
 
 def _encoded(X: Any, columns: Columns | None) -> Array:
     """An array or a data frame as numbers, `(N, D)`; arrays without gaps are returned as such."""
-    is_plain = columns is not None and not columns.with_missing and not columns.bins
-    if columns is None or (isinstance(X, np.ndarray) and is_plain):
-        is_missing = np.isnan(X)
-        if columns is None or not is_missing.any():
-            return X
-        return np.where(is_missing, [*columns.medians.values()], X)
-    return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
+    if columns is None:
+        return X
+    if isinstance(X, pd.DataFrame):
+        return encode(X, columns)
+    if columns.with_missing or columns.bins:
+        return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
+    is_missing = np.isnan(X)
+    return np.where(is_missing, [*columns.medians.values()], X) if is_missing.any() else X
 
 
 def scales(
