@@ -52,7 +52,19 @@ __all__ = [
 ]
 
 # Each has `table(runs) -> str`, and may have `draw(runs, figures) -> list of paths`.
-EXPERIMENTS = ("bench", "cost", "coverage", "estimators", "hmc", "images", "toy", "uci")
+EXPERIMENTS = (
+    "active",
+    "bandit",
+    "bench",
+    "cost",
+    "coverage",
+    "estimators",
+    "hmc",
+    "images",
+    "optimization",
+    "toy",
+    "uci",
+)
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 _KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
 _FEW = 20  # so many runs are shown at once, more at a click

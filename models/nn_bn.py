@@ -1,7 +1,8 @@
-"""NN + BatchNorm: standardised features and a linear output that is trained at a rate of its own.
+"""NN + BatchNorm: standardised features, and a linear output that can have a rate of its own.
 
-DAK standardises what its units see and trains its last layer at a rate of its own. A network that
-has both as well is the fair opponent: what is left of a difference is the last layer's.
+DAK standardises what its units see, and its last layer is a group of parameters whose rate a recipe
+can set (`last_layer_learning_rate`). A network that has both as well is the fair opponent: what is
+left of a difference is the last layer's.
 """
 
 from typing import Any

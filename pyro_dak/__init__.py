@@ -4,6 +4,7 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pyro_dak.acting import ThompsonBandit, acquire
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
@@ -47,6 +48,7 @@ from pyro_dak.prediction import (
 )
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
+from pyro_dak.training.head import DAKHead
 
 if TYPE_CHECKING:
     from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
@@ -59,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "ClosedFormELBO",
     "DAKClassifier",
+    "DAKHead",
     "DAKRegressor",
     "DyadicGrid",
     "FullRankGuide",
@@ -82,8 +85,10 @@ __all__ = [
     "RBFKernel",
     "StudentTLikelihood",
     "StudentTPrior",
+    "ThompsonBandit",
     "TrainingError",
     "UnitBlockGuide",
+    "acquire",
     "calibrate",
     "compare_posteriors",
     "components",

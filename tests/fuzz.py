@@ -71,6 +71,7 @@ ROOMS = (
 # every chunk of rows, on tensors that their caller has made or checked: a check there would be paid
 # for by all who call them rightly. Of other classes all public methods are attacked.
 METHODS = {
+    "AdditiveGP": "forward",
     "AdditiveLayer": "",
     "DAK": "forward observe",
     "KernelActivation": "forward",
@@ -403,7 +404,14 @@ def _(name: str) -> Any:
     return AdditiveLayer, {"activation": activation, **sizes}
 
 
-@target("NormalPrior", "LaplacePrior", "StudentTPrior", "HorseshoePrior", "GammaScalePrior")
+@target(
+    "NormalPrior",
+    "LaplacePrior",
+    "StudentTPrior",
+    "HorseshoePrior",
+    "GammaScalePrior",
+    "LogNormalPrior",
+)
 def _(name: str) -> Any:
     kind = getattr(pyro_dak, name)
     return kind, {field.name: field.default for field in dataclasses.fields(kind)}
@@ -441,17 +449,18 @@ def _(name: str) -> Any:
     return check_fn, {"y": y}
 
 
-@target("DAK", numbers="any")
+@target("DAK", "AdditiveGP", numbers="any")
 def _(name: str) -> Any:
-    return DAK, {
+    own: Arguments = {"num_outputs": 2, "likelihood": GaussianLikelihood()}
+    if name == "AdditiveGP":
+        own = {"num_functions": 2, "name": "gp"}
+    return getattr(pyro_dak, name), own | {
         "feature_extractor": nn.Linear(D, 4),
         "feature_dim": 4,
         "num_units": 4,
-        "num_outputs": 2,
         "level": 2,
         "bounds": (0.0, 1.0),
         "kernel": LaplaceKernel(),
-        "likelihood": GaussianLikelihood(),
         "scaling": "minmax",
         "embedding": False,
         "prior": {"z": NormalPrior(0.0, 2.0)},
@@ -461,6 +470,12 @@ def _(name: str) -> Any:
 
 def _is_target(y: Any, arguments: Arguments) -> bool:
     return len(y) == len(arguments["x"])
+
+
+@target("AdditiveGP.forward", is_right=_is_target, numbers="any")
+def _(name: str) -> Any:
+    gp = pyro_dak.AdditiveGP(nn.Linear(D, 4), 4, num_units=2, level=2)
+    return gp, {"x": torch.rand(N, D)}
 
 
 @target("DAK.forward", is_right=_is_target, numbers="any")
@@ -506,6 +521,12 @@ def _(name: str) -> Any:
 @target("NaturalGuide.forward")
 def _(name: str) -> Any:
     return pyro_dak.NaturalGuide(make_model()), {}
+
+
+@target("NaturalGuide.set_parameters")
+def _(name: str) -> Any:
+    guide = pyro_dak.NaturalGuide(make_model())
+    return guide.set_parameters, {"mean": torch.randn(1, 7), "precision": 2 * torch.eye(7)[None]}
 
 
 @target("NaturalGuide.update", "NaturalGuide.downdate")
@@ -715,6 +736,31 @@ def _(name: str) -> Any:
     arguments = case()
     draws = pyro_dak.sample_functions(arguments["model"], arguments["guide"], 3)
     return draws.__getitem__, {"index": 1}
+
+
+@target("acquire", is_right=lambda rows, arguments: rows.shape == (arguments["num"],))
+def _(name: str) -> Any:
+    arguments = case()
+    posterior = pyro_dak.exact_posterior(**without(arguments, "guide"))
+    pool = {"pool": arguments["x"], "num": 2, "method": "variance", "num_samples": 3}
+    more = {"output": 0, "chunk_size": 5, "seed": 0, "progress": False}
+    return pyro_dak.acquire, {"model": arguments["model"], "posterior": posterior, **pool, **more}
+
+
+@target("ThompsonBandit")
+def _(name: str) -> Any:
+    more = {"refresh_every": 5, "num_trials": 1, "seed": 0}
+    return pyro_dak.ThompsonBandit, {"num_inputs": 2, "num_arms": 2, **more}
+
+
+@target(*[f"ThompsonBandit.{name}" for name in ("choose", "moments", "refresh", "update")])
+def _(name: str) -> Any:
+    bandit = pyro_dak.ThompsonBandit(2, 2, num_trials=1, num_directions=1)
+    for arm in range(2):
+        bandit.update(torch.rand(2), arm, 1.0)
+    context = {} if name.endswith("refresh") else {"context": torch.rand(2)}
+    reward = {"arm": 1, "reward": 0.5} if name.endswith("update") else {}
+    return getattr(bandit, name.split(".")[1]), context | reward
 
 
 @target("freeze", numbers="any")
@@ -1122,6 +1168,8 @@ def _(name: str) -> Any:
     arguments = {**a_table(kind), "sample_weight": np.ones(24)}
     if name == "DAKClassifier.partial_fit":
         arguments["classes"] = np.arange(3)
+    elif method == "partial_fit":
+        arguments |= {"update_network": False, "forget": 0.9}
     return getattr(ESTIMATORS[kind](**QUICK), method), arguments
 
 

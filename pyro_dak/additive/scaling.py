@@ -6,7 +6,8 @@ eval mode the running statistics are used, so that a prediction depends on its o
 training step is a call in training mode with gradients on: without gradients the running statistics
 are used and stay as they are (before the first step there are none, and a batch has its own).
 (Detached running statistics in training were tried: the scale of the features then drifts, and the
-test error doubles.) When `fit` runs in several processes, they are those of the global batch.
+test error doubles.) Where several processes train together, they are those of the global batch.
+Statistics that are frozen serve in training steps too: then a batch in parts is the whole batch.
 """
 
 import warnings
@@ -26,6 +27,7 @@ __all__ = [
     "Scaling",
     "Standardize",
     "build_scaling",
+    "num_processes",
     "update_running",
 ]
 
@@ -36,6 +38,12 @@ class Scaling(nn.Module):
     Subclasses say how the statistics come from a batch and how the map comes from them. Here the
     map is the identity. `momentum` is the weight of a new batch in the running statistics; the
     first batches are averaged with weight 1/t instead, so that the start leaves no trace.
+
+    Attributes:
+        is_synchronized: whether a training step takes the statistics over all processes, which then
+            must take it together. None is for all processes of `torch.distributed`, if it was
+            initialised with more than one.
+        is_frozen: whether training steps use the running statistics and leave them as they are.
     """
 
     first: Tensor
@@ -48,15 +56,17 @@ class Scaling(nn.Module):
         check_bounds("bounds", bounds)
         check_positive("momentum", momentum)
         self.num_units, self.bounds, self.momentum = num_units, bounds, momentum
-        self.is_synchronized = False  # set by `fit` when it runs in several processes
+        self.is_synchronized: bool | None = None
+        self.is_frozen = False
         self.register_buffer("first", torch.zeros(num_units))
         self.register_buffer("second", torch.ones(num_units))
         self.register_buffer("num_batches", torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
         rows = h.flatten(0, -2).to(self.first.dtype)  # statistics keep their precision
+        is_fixed = not self.training or self.is_frozen
         # A single row has no spread: it is mapped by what earlier batches showed.
-        if not self.training or (len(rows) < 2 and not self.is_synchronized):
+        if is_fixed or (len(rows) < 2 and not self.spans_processes()):
             return self.apply_map(h, self.first, self.second)
         if not torch.is_grad_enabled():  # an evaluation, in training mode
             if self.num_batches > 0:
@@ -67,10 +77,24 @@ class Scaling(nn.Module):
         update_running(running, batch, self.num_batches, self.momentum)
         return scaled.view(h.shape)
 
+    def spans_processes(self) -> bool:
+        """Whether the statistics of a batch are taken over all processes."""
+        if self.is_synchronized is not None:
+            return self.is_synchronized
+        return self.training and num_processes() > 1
+
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch `(N, P)` mapped by its own statistics, and these."""
         first, second = self.batch_statistics(rows)
         return self.apply_map(rows, first, second), first, second
+
+    @torch.no_grad()
+    def take_statistics(self, rows: Tensor) -> None:
+        """Let the running statistics be those of these rows, `(N, P)`."""
+        first, second = self.batch_statistics(rows.to(self.first.dtype))
+        self.first.copy_(first)
+        self.second.copy_(second)
+        self.num_batches.clamp_(min=1)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two statistics of a batch `(N, P)`, each `(P,)`."""
@@ -132,7 +156,7 @@ class Standardize(Scaling):
 
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch mapped by its own statistics; in one process by torch's batch normalisation."""
-        if self.is_synchronized:
+        if self.spans_processes():
             return super().map_batch(rows)
         low, high = self.bounds
         gain = rows.new_full((self.num_units,), (high - low) / (2 * self.num_std))
@@ -144,7 +168,7 @@ class Standardize(Scaling):
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, over all processes if there are several."""
-        if not self.is_synchronized:
+        if not self.spans_processes():
             var, mean = torch.var_mean(rows, 0, correction=0)
             return mean, var
         count = rows.new_full((1,), len(rows))
@@ -179,7 +203,7 @@ class MinMax(Scaling):
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum and maximum; over all processes, and without gradient, if there are several."""
         low, high = rows.amin(0), rows.amax(0)  # `aminmax` has no gradient in torch 2.6
-        if self.is_synchronized:
+        if self.spans_processes():
             extremes = torch.cat([-low, high]).detach()
             torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
             return -extremes[: self.num_units], extremes[self.num_units :]
@@ -211,6 +235,12 @@ def build_scaling(name: str, num_units: int, bounds: tuple[float, float]) -> Sca
     """The scaling called `name`: "standardize", "minmax" or "none"."""
     check_choice("scaling", name, SCALINGS)
     return SCALINGS[name](num_units, bounds)
+
+
+def num_processes() -> int:
+    """The number of processes of `torch.distributed`, 1 unless it was initialised."""
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_there else 1
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from pyro_dak.inference.densities import log_likelihood as row_log_likelihoods
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_inputs
+from pyro_dak.model.rows import Inputs, num_numbers, num_rows
 
 __all__ = ["import_optional", "to_arviz"]
 
@@ -44,7 +45,7 @@ def import_optional(name: str) -> Any:
 def to_arviz(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor | None = None,
     *,
     num_samples: int = 250,
@@ -112,7 +113,7 @@ def to_arviz(
         "unit_scale": model.unit_scale.detach(),
         "inducing_points": model.layer.activation.grid.inducing_points,
     }
-    if x.dim() == 2:
+    if isinstance(x, Tensor) and x.dim() == 2:
         groups["constant_data"]["x"] = x
     data = _from_groups(arviz, groups, *_names(model, x))
     for group in ("posterior", "log_likelihood") if attrs else ():
@@ -134,12 +135,12 @@ def _marks_of_a_guide(k: float, is_point: bool, has_log_likelihood: bool) -> dic
     return {"k_hat": k, "note": "at draws from a guide, not from the posterior"}
 
 
-def _names(model: DAK, x: Tensor) -> tuple[dict[str, int], dict[str, list[str]]]:
+def _names(model: DAK, x: Inputs) -> tuple[dict[str, int], dict[str, list[str]]]:
     """The size of each dimension, and the dimensions of each variable."""
     F, P, M = model.site_shapes["z"]
     output = "output" if model.num_outputs == F else "function"
     sizes = {output: F, "output": model.num_outputs, "unit": P, "node": M}
-    sizes |= {"obs_id": len(x), "feature": x.shape[-1]}
+    sizes |= {"obs_id": num_rows(x), "feature": num_numbers(x)}
     dims = {
         "z": [output, "unit", "node"],
         "mu": [output],

@@ -15,6 +15,7 @@ from pyro_dak.inference.draws import Draws, Posterior, as_guide, draws_and_data,
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood, GaussianLikelihood
+from pyro_dak.model.rows import Inputs
 from pyro_dak.validation import check_integer, check_kind, check_positive
 
 __all__ = [
@@ -34,7 +35,7 @@ StatisticFn = Callable[[Tensor], Tensor]
 def k_hat(
     model: DAK,
     guide: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 4000,
@@ -94,7 +95,7 @@ class LeaveOneOut(NamedTuple):
 def loo(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 4000,
@@ -135,7 +136,7 @@ def loo(
 def pit_values(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 1000,
@@ -192,7 +193,7 @@ STATISTICS: dict[str, StatisticFn] = {
 def posterior_predictive_check(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     statistics: Mapping[str, StatisticFn] | None = None,

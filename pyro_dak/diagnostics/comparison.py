@@ -22,6 +22,7 @@ from pyro_dak.inference.exact import ExactPosterior, exact_posterior
 from pyro_dak.inference.guides import FullRankGuide, MeanFieldGuide, UnitBlockGuide
 from pyro_dak.inference.objectives import normal_priors
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.rows import Inputs
 from pyro_dak.validation import check_choice, check_kind
 
 __all__ = ["Elbo", "PosteriorComparison", "compare_posteriors", "wasserstein_2"]
@@ -172,10 +173,10 @@ def wasserstein_2(a: GaussianFit, b: GaussianFit) -> float:
 def compare_posteriors(
     model: DAK,
     posteriors: Mapping[str, Posterior],
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
-    x_new: Tensor | None = None,
+    x_new: Inputs | None = None,
     reference: str | None = None,
     num_samples: int = 4000,
     seed: int = 0,

@@ -25,6 +25,7 @@ from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.rows import Inputs, shown
 from pyro_dak.training.plan import History
 from pyro_dak.validation import (
     check_floating,
@@ -108,8 +109,9 @@ def plot_predictive_band(
         noise: whether to draw the edges of the band of y.
     """
     check_inputs(model, x)
-    if x.dim() != 2 or x.shape[1] != 1:
-        raise ValueError(f"`x` must have one column, (N, 1); got {tuple(x.shape)}.")
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != 1:
+        got = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
+        raise ValueError(f"`x` must have one column, (N, 1); got {got}.")
     check_integer("output", output, minimum=0, maximum=model.num_outputs - 1)
     ax = _axes(ax)
     quantile, h, grid = _normal_quantile(level), cached_inputs(model, x), _numpy(x[:, 0])
@@ -164,7 +166,7 @@ def _checked_pair(data: tuple[Tensor, Tensor]) -> Tensor:
 def plot_components(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     *,
     units: Sequence[int] | None = None,
     output: int = 0,

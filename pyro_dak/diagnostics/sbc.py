@@ -25,11 +25,12 @@ from pyro_dak.inference.exact import exact_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_inputs
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs
 from pyro_dak.validation import check_integer, check_kind, check_seed
 
 __all__ = ["PosteriorFn", "SBCResult", "simulation_based_calibration"]
 
-PosteriorFn = Callable[[DAK, Tensor, Tensor], Posterior]
+PosteriorFn = Callable[[DAK, Inputs, Tensor], Posterior]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class SBCResult:
 @torch.no_grad()
 def simulation_based_calibration(
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     posterior_fn: PosteriorFn = exact_posterior,
     *,
     num_simulations: int = 200,
@@ -92,6 +93,7 @@ def simulation_based_calibration(
     h = cached_inputs(model, x)
     rows = h[:num_function_rows]
 
+    @torch.no_grad()
     def quantities(values: Mapping[str, Tensor], y: Tensor) -> Tensor:
         """All that is ranked, of each draw, `(S, quantities)`."""
         weights = [values[name].reshape(len(values[name]), -1) for name in model.site_shapes]
@@ -115,7 +117,7 @@ def simulation_based_calibration(
     return SBCResult(torch.stack(ranks), names, num_samples)
 
 
-def _thinned(model: DAK, posterior: Posterior, x: Tensor, num_samples: int) -> dict[str, Tensor]:
+def _thinned(model: DAK, posterior: Posterior, x: Inputs, num_samples: int) -> dict[str, Tensor]:
     """`num_samples` draws. A longer run is thinned, which makes its draws less dependent."""
     flat = draw_posterior(model, posterior, num_samples=num_samples, x=x).flat()
     S = len(flat["mu"])

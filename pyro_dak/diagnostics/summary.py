@@ -15,6 +15,7 @@ from pyro_dak.inference.draws import Posterior, draws_and_data
 from pyro_dak.inference.mcmc.nuts import MCMCRun
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.rows import Inputs
 
 __all__ = ["Finding", "Summary", "summary"]
 
@@ -89,7 +90,7 @@ class Summary:
 def summary(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     *,
     num_samples: int = 2000,

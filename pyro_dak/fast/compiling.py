@@ -1,7 +1,7 @@
 """Functions that are compiled where that works, and run as they are where it does not."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -17,7 +17,9 @@ _MAX_VERSIONS = 1024
 
 
 class Compiled:
-    """A function of a tensor and other arguments, compiled at its first call.
+    """A function of a tensor, or of several in a tuple or dictionary, and of other arguments.
+
+    It is compiled at its first call.
 
     Where the compiler fails and the function itself does not, a warning says so once, and all
     further calls run the function itself. The options are those of `torch.compile`.
@@ -25,21 +27,28 @@ class Compiled:
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = function
+        settings: dict[str, Any] = {}
+        if options.get("backend", "inductor") == "inductor":
+            # Random numbers are those of torch itself: the same as without a compiler, and faster.
+            settings["fallback_random"] = True
         if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):  # torch 2.8 or newer
-            options["options"] = {"guard_filter_fn": _keep_guards}
+            settings["guard_filter_fn"] = _keep_guards
+        if settings:
+            options["options"] = settings
         self.compiled: Callable[..., Any] | None = torch.compile(function, **options)
-        self.seen: set[torch.Size] = set()  # shapes of inputs; a new one may be compiled anew
+        self.seen: set[tuple[Any, ...]] = set()  # shapes of inputs; a new one may be compiled anew
 
-    def __call__(self, x: Tensor, *args: Any) -> Any:
+    def __call__(self, x: Any, *args: Any) -> Any:
         """The result of the function."""
         if self.compiled is None:
             return self.function(x, *args)
         try:
-            if x.shape in self.seen:
+            shape = _shape(x)
+            if shape in self.seen:
                 return self.compiled(x, *args)
             with _compiling():
                 result = self.compiled(x, *args)
-            self.seen.add(x.shape)
+            self.seen.add(shape)
             return result
         except Exception as error:
             result = self.function(x, *args)  # raises if the arguments are at fault
@@ -47,6 +56,12 @@ class Compiled:
             warnings.warn(f"compile=True failed, going on without it: {reason}", stacklevel=2)
             self.compiled = None
             return result
+
+
+def _shape(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, Tensor):
+        return x.shape
+    return tuple(part.shape for part in (x.values() if isinstance(x, Mapping) else x))
 
 
 def _keep_guards(entries: Sequence[Any]) -> list[bool]:

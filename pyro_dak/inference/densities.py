@@ -18,8 +18,10 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites, likelihood_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.modes import evaluating, local_parameters, pyro_lock
-from pyro_dak.validation import check_finite, check_seed, check_tensor
+from pyro_dak.model.rows import Inputs, check_parts, num_rows, split, to_device
+from pyro_dak.validation import check_finite, check_seed
 
 __all__ = [
     "cached_inputs",
@@ -40,17 +42,21 @@ __all__ = [
 _CHUNK_ELEMENTS = 4_000_000
 
 
-def checked_data(model: DAK, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def checked_data(model: DAK, x: Inputs, y: Tensor) -> tuple[Inputs, Tensor]:
     """x, and the targets in the form of the likelihood, in float64 unless they are labels."""
     check_model(model)
-    check_tensor("x", x)
+    check_parts("x", x)
     y = model.likelihood.check_targets(y, model.num_outputs)
-    num_rows = x.shape[0] if x.dim() else 0
-    if num_rows != len(y) or len(y) == 0:
+    if num_rows(x) != len(y) or len(y) == 0:
         raise ValueError(
-            f"`x` and `y` must have the same, positive length; got {num_rows}, {len(y)}."
+            f"`x` and `y` must have the same, positive length; got {num_rows(x)}, {len(y)}."
         )
     check_inputs(model, x)
+    observed = is_observed(model.likelihood, y)
+    if observed is not None and not bool(observed.all()):
+        raise NotImplementedError(
+            "Missing targets are for `fit` and the objectives. Leave out the rows that have some."
+        )
     model.likelihood.check_values(y, model.num_outputs)
     return x, y.double() if y.is_floating_point() else y
 
@@ -72,7 +78,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @torch.no_grad()
 def cached_inputs(
-    model: DAK, x: Tensor, chunk_size: int = 4096, given: Collection[str] = ()
+    model: DAK, x: Inputs, chunk_size: int = 4096, given: Collection[str] = ()
 ) -> Tensor:
     """The unit inputs of x in eval mode, `(N, P)`, float64.
 
@@ -81,14 +87,14 @@ def cached_inputs(
     check_inputs(model, x)
     with explaining(model, x), evaluating(model), known_sites(model, given=given):
         device = model.layer.log_unit_scale.device
-        chunks = [model.unit_inputs(part.to(device)) for part in x.split(chunk_size)]
+        chunks = [model.unit_inputs(to_device(part, device)) for part in split(x, chunk_size)]
         h = torch.cat(chunks).double()
         check_finite("unit_inputs", h)
     return h
 
 
 def unit_data(
-    model: DAK, x: Tensor, y: Tensor, given: Collection[str] = ()
+    model: DAK, x: Inputs, y: Tensor, given: Collection[str] = ()
 ) -> tuple[Tensor, Tensor]:
     """Unit inputs and targets, checked by `checked_data`, in float64 on the model's device.
 
@@ -99,7 +105,6 @@ def unit_data(
     return h, y.to(h.device)
 
 
-@torch.no_grad()
 def draw_functions(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
     """f at unit inputs h for each draw of the sites, `(S, N, F)`.
 
@@ -139,6 +144,7 @@ def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihoo
     return likelihood if noise is None else likelihood.with_noise(noise.log())
 
 
+@torch.no_grad()
 def likelihoods_of_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Iterator[Any]:
     """p(y | f) at unit inputs h, for a chunk of the draws at a time.
 

@@ -30,6 +30,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.latent_sites import likelihood_sites
 from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.model.rows import Inputs, take, to_device
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -58,7 +59,7 @@ def has_closed_form(guide: nn.Module | None) -> TypeGuard[GaussianGuide]:
     return isinstance(guide, GaussianGuide) and guide.has_closed_form
 
 
-def draw_sites(guide: nn.Module, num_samples: int, x: Tensor | None = None) -> dict[str, Tensor]:
+def draw_sites(guide: nn.Module, num_samples: int, x: Inputs | None = None) -> dict[str, Tensor]:
     """Draws of all sites of a guide, each `(S, 1, *event)`; x is for guides that need arguments."""
     trace = _trace_draws(guide, num_samples, x)
     return {name: trace.nodes[name]["value"] for name in _sites_of(trace)}
@@ -73,7 +74,7 @@ def _sites_of(trace: poutine.Trace) -> list[str]:
     return [n for n in names if n != "y" and not nodes[n]["infer"].get("is_auxiliary")]
 
 
-def _trace_draws(guide: nn.Module, num_samples: int, x: Tensor | None) -> poutine.Trace:
+def _trace_draws(guide: nn.Module, num_samples: int, x: Inputs | None) -> poutine.Trace:
     """A trace of the guide in a plate of draws, the second dimension from the right."""
     arguments = () if isinstance(guide, GaussianGuide) or x is None else (x, None)
     try:
@@ -163,7 +164,7 @@ def resolve_posterior(
     posterior: Posterior,
     *,
     num_samples: int = 100,
-    x: Tensor | None = None,
+    x: Inputs | None = None,
     seed: int | None = None,
 ) -> GaussianGuide | dict[str, Tensor]:
     """What f is known by: a guide with q(f) in closed form, or draws of all sites, `(S, *event)`.
@@ -180,7 +181,7 @@ def resolve_posterior(
     guide, like = as_guide(posterior), model.layer.log_unit_scale
     if has_closed_form(guide):
         return guide
-    x = None if x is None else x[:1].to(like.device)
+    x = None if x is None else to_device(take(x, slice(1)), like.device)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     return {name: value.to(like) for name, value in draws.flat().items()}
 
@@ -201,7 +202,7 @@ def draw_posterior(
     *,
     num_samples: int = 1000,
     num_chains: int = 1,
-    x: Tensor | None = None,
+    x: Inputs | None = None,
     seed: int | None = None,
 ) -> Draws:
     """Draws from a posterior. Samples are returned as they are, a guide is sampled.
@@ -222,7 +223,7 @@ def draw_posterior(
         check_integer("num_samples", num_samples, minimum=1)
         check_integer("num_chains", num_chains, minimum=1)
         with explaining(model, guide=guide), evaluating(model, guide), seeded(seed):
-            first_row = None if x is None else x[:1]
+            first_row = None if x is None else take(x, slice(1))
             trace = _trace_draws(guide, num_samples * num_chains, first_row)
             return _from_trace(model, trace, num_samples, num_chains)
     if isinstance(posterior, MCMC):
@@ -233,7 +234,7 @@ def draw_posterior(
 
 
 def draws_and_data(
-    model: DAK, posterior: Posterior, x: Tensor, y: Tensor, **options: Any
+    model: DAK, posterior: Posterior, x: Inputs, y: Tensor, **options: Any
 ) -> tuple[Draws, Tensor, Tensor]:
     """Draws from a posterior, and the unit inputs and targets of its data, in float64.
 

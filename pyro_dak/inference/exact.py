@@ -17,9 +17,10 @@ from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating, pyro_lock
+from pyro_dak.model.rows import Inputs, split
 from pyro_dak.validation import check_finite, check_integer, check_real
 
-__all__ = ["ExactPosterior", "exact_posterior"]
+__all__ = ["ExactPosterior", "checked_normal_priors", "exact_posterior"]
 
 
 class ExactPosterior(NamedTuple):
@@ -41,7 +42,7 @@ class ExactPosterior(NamedTuple):
     def update(
         self,
         model: DAK,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         *,
         forget: float = 1.0,
@@ -67,7 +68,7 @@ class ExactPosterior(NamedTuple):
         if not 0 < forget <= 1:
             raise ValueError(f"`forget` must be above 0 and at most 1; got {forget}.")
         if forget < 1:
-            loc0, scale0 = flat_priors(_normal_priors(model), self.guide.site_shapes, loc)
+            loc0, scale0 = flat_priors(checked_normal_priors(model), self.guide.site_shapes, loc)
             kept = forget * torch.cholesky_inverse(root)
             natural = (kept @ loc.unsqueeze(-1)).squeeze(-1)
             natural += (1 - forget) * loc0 / scale0.square()
@@ -81,7 +82,7 @@ class ExactPosterior(NamedTuple):
     def downdate(
         self,
         model: DAK,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         *,
         residual_variance: bool = False,
@@ -105,7 +106,7 @@ class ExactPosterior(NamedTuple):
 
 @torch.no_grad()
 def exact_posterior(
-    model: DAK, x: Tensor, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
+    model: DAK, x: Inputs, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
 ) -> ExactPosterior:
     """Posterior of (z, mu, linear) at the features as they are, exactly, in float64.
 
@@ -127,7 +128,7 @@ def exact_posterior(
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
     """
-    priors, like = _normal_priors(model), model.layer.log_unit_scale
+    priors, like = checked_normal_priors(model), model.layer.log_unit_scale
     C, K = model.layer.num_functions, model.layer.num_weights
     empty = torch.empty(C, K, dtype=torch.float64, device=like.device)
     loc0, scale0 = flat_priors(priors, model.site_shapes, empty)
@@ -138,7 +139,7 @@ def exact_posterior(
 
 def _condition(
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     loc: Tensor,
     root: Tensor,
@@ -152,7 +153,7 @@ def _condition(
     triangular, or the diagonal alone, `(C, 1, K)`. With sign -1 the rows are taken out,
     A = I - B^T B, and the number means nothing.
     """
-    _normal_priors(model)
+    checked_normal_priors(model)
     check_integer("chunk_size", chunk_size, minimum=1)
     noise = noise_scale(model.likelihood)
     assert noise is not None
@@ -162,7 +163,8 @@ def _condition(
     A = torch.eye(K, dtype=loc.dtype, device=loc.device).repeat(C, 1, 1)
     moment, fit = loc.new_zeros(C, K, 1), loc.new_zeros(C)
     with explaining(model, x), evaluating(model), known_sites(model):
-        for x_part, y_part in zip(x.split(int(chunk_size)), y.split(int(chunk_size)), strict=True):
+        size = int(chunk_size)
+        for x_part, y_part in zip(split(x, size), y.split(size), strict=True):
             h = model.unit_inputs(x_part).double()
             check_finite("unit_inputs", h)
             design = model.layer.design(h)
@@ -200,7 +202,7 @@ def _as_guide(model: DAK, loc: Tensor, root: Tensor) -> FullRankGuide:
     return guide.to(like.dtype)
 
 
-def _normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
+def checked_normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
     """(loc, scale) of the prior of each site, or an error if the posterior is not Gaussian."""
     check_model(model)
     priors = normal_priors(model, model.site_shapes)

@@ -24,8 +24,10 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import observed_derivatives, observed_rows, observed_squares
 from pyro_dak.model.modes import own_precision
-from pyro_dak.validation import check_kind, check_positive, check_tensor
+from pyro_dak.model.rows import Inputs, check_parts
+from pyro_dak.validation import check_kind, check_positive
 
 __all__ = [
     "BatchRows",
@@ -100,12 +102,14 @@ class BatchRows(NamedTuple):
         design: the design of node values, `(B, K)`; None for independent weights.
         derivatives: expected gradients and curvatures, `(B, F)` each.
         squares: as in `RowSums`.
+        num_squares: likewise.
     """
 
     h: Tensor
     design: Tensor | None
     derivatives: ExpectedDerivatives
     squares: Tensor | None
+    num_squares: Tensor | None = None
 
     def sums(self, model: DAK, guide: NaturalGuide, may_round: bool = True) -> RowSums:
         """The sums over the rows; for the design of node values if there is one."""
@@ -113,7 +117,7 @@ class BatchRows(NamedTuple):
         sums = guide.row_sums(
             model.layer, self.h, self.derivatives, coupling, self.design, may_round
         )
-        return sums._replace(squares=self.squares)
+        return sums._replace(squares=self.squares, num_squares=self.num_squares)
 
 
 def expected_and_rows(
@@ -139,13 +143,14 @@ def expected_and_rows(
             q, design = layer.joint_moments(h, *weights)
         else:
             q, design = guide.own_moments(layer, h), None
-        expected = objective.expected_log_prob(likelihood, y, q).sum()
+        expected = observed_rows(objective.expected_log_prob, likelihood, y, q).sum()
         with torch.no_grad():
             q = FunctionMoments(q.mean.detach(), q.var.detach(), q.root)
-            derivatives = likelihood.expected_derivatives(y, q)
-            has_noise = likelihood.closed_noise is not None
-            squares = likelihood.expected_squares(y, q) if has_noise else None
-    return expected, BatchRows(h.detach(), design, derivatives, squares)
+            derivatives = observed_derivatives(likelihood, y, q)
+            squares = num_squares = None
+            if likelihood.closed_noise is not None:
+                squares, num_squares = observed_squares(likelihood, y, q)
+    return expected, BatchRows(h.detach(), design, derivatives, squares, num_squares)
 
 
 @torch.no_grad()
@@ -160,8 +165,11 @@ def learn_noise(likelihood: Likelihood, sums: RowSums, num_rows: float, share: f
     parameter = likelihood.closed_noise
     if parameter is None or sums.squares is None:
         return
+    before = (2 * parameter).exp()
     best = (sums.squares / num_rows).to(parameter.dtype)
-    variance = torch.lerp((2 * parameter).exp(), best, share)
+    if sums.num_squares is not None:  # an output without any target says nothing
+        best = torch.where(sums.num_squares > 0, sums.squares / sums.num_squares, before)
+    variance = torch.lerp(before, best.to(before), share)
     parameter.copy_(0.5 * variance.clamp(min=_LEAST_NOISE * num_rows / share).log())
 
 
@@ -302,16 +310,16 @@ class NaturalVI:
         self.model, self.guide, self.optim, self.loss = model, guide, optim, loss
         self.gathering = Gathering()
 
-    def step(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+    def step(self, x: Inputs, y: Tensor, num_data: float | None = None) -> float:
         """Take a step on a batch of a data set of `num_data` rows; returns minus the bound.
 
         Args:
-            x: inputs, `(B, ...)`.
+            x: inputs, `(B, ...)`: a tensor, or a tuple or dictionary of tensors.
             y: targets.
             num_data: rows of the data set, by default those of the batch.
         """
         model, guide, optim = self.model, self.guide, self.optim
-        check_tensor("x", x)
+        check_parts("x", x)
         if num_data is not None:
             check_positive("num_data", num_data)
         with explaining(model, x, y, guide=guide):
@@ -348,6 +356,6 @@ class NaturalVI:
         self.gathering.add(model, guide, sums, len(y), num_data, has_fixed_noise=optim is None)
         return value
 
-    def evaluate_loss(self, x: Tensor, y: Tensor, num_data: float | None = None) -> float:
+    def evaluate_loss(self, x: Inputs, y: Tensor, num_data: float | None = None) -> float:
         """Minus the bound, without a step."""
         return self.loss.loss(self.model, self.guide, x, y, num_data)

@@ -28,8 +28,10 @@ from pyro_dak.model.handlers import refuse_store
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.missing import observed_rows
 from pyro_dak.model.modes import own_precision
-from pyro_dak.validation import check_integer, check_positive, check_tensor
+from pyro_dak.model.rows import Inputs, check_parts
+from pyro_dak.validation import check_integer, check_positive
 
 __all__ = [
     "AnalyticELBO",
@@ -119,7 +121,7 @@ class AnalyticELBO(ELBO):
         """E_q log p(y | f), or its bound or estimate, of each row `(N,)`, with q(f) as moments."""
 
     def terms(
-        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
+        self, model: DAK, guide: GaussianGuide, x: Inputs, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound for a minibatch of a data set of `num_data` rows.
 
@@ -127,7 +129,7 @@ class AnalyticELBO(ELBO):
         """
         self._check(guide)
         check_model(model)
-        check_tensor("x", x)
+        check_parts("x", x)
         check_guide(model, guide)
         if num_data is not None:
             check_positive("num_data", num_data)
@@ -168,11 +170,11 @@ class AnalyticELBO(ELBO):
                 moments, divergence = guide.moments(layer, h), kl(model, guide)
             else:
                 moments, divergence = guide.moments_and_kl(layer, h, priors)
-            rows = self.expected_log_prob(model.likelihood, y, moments)
+            rows = observed_rows(self.expected_log_prob, model.likelihood, y, moments)
             return ELBOTerms(scale * rows.sum(), divergence), moments
 
     def differentiable_loss(
-        self, model: DAK, guide: GaussianGuide, x: Tensor, y: Tensor, num_data: float | None = None
+        self, model: DAK, guide: GaussianGuide, x: Inputs, y: Tensor, num_data: float | None = None
     ) -> Tensor:
         """Minus the bound, a scalar that can be differentiated."""
         return -self.terms(model, guide, x, y, num_data).elbo
@@ -250,4 +252,4 @@ class LocalReparamELBO(AnalyticELBO):
 
     def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
         f = sample_marginals(q, self.num_samples)  # (S, N, F)
-        return likelihood.distribution(f).log_prob(y).mean(0)
+        return likelihood.log_prob(y, f).mean(0)

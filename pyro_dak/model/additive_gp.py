@@ -1,6 +1,6 @@
 """AdditiveGP: a network that feeds an additive Gaussian process, as a part of any program."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -25,13 +25,8 @@ from pyro_dak.model.priors import (
     site_prior,
     sites_inside,
 )
-from pyro_dak.validation import (
-    check_floating,
-    check_has_values,
-    check_integer,
-    check_kind,
-    check_tensor,
-)
+from pyro_dak.model.rows import Inputs, call, check_parts, shown
+from pyro_dak.validation import check_floating, check_has_values, check_integer, check_kind
 
 __all__ = ["AdditiveGP", "DrawnFunction", "plate_of_rows"]
 
@@ -68,6 +63,9 @@ class AdditiveGP(PyroModule):
     strange inputs for known ones; the inputs themselves leave the grid, where the residual variance
     gives their units the prior variance back, whatever the network does.
 
+    An x is a tensor, a tuple of tensors, which the network gets as positional arguments, or a
+    dictionary of tensors, which it gets as keyword arguments (see `pyro_dak.model.rows`).
+
     Args:
         feature_extractor: any module from x to features `(..., N, feature_dim)`.
         feature_dim: D_w.
@@ -90,6 +88,8 @@ class AdditiveGP(PyroModule):
         name: stands in front of the names of the sites, so that a program can have several.
         route: how sums over kernel features are computed: "local", through the two nodes around an
             input; "dense", which has derivatives of any order; or "auto" for the faster one.
+        features: a function from what the extractor returns to the features, for extractors that
+            return tuples, dictionaries or objects, such as `lambda out: out.pooler_output`.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class AdditiveGP(PyroModule):
         prior_scale: float = 1.0,
         name: str = "gp",
         route: Route = "auto",
+        features: Callable[[Any], Tensor] | None = None,
     ):
         # A context made under this setting can run with local and with global parameters.
         with local_parameters():
@@ -119,6 +120,13 @@ class AdditiveGP(PyroModule):
         check_kind("name", name, str, "a word for the names of the sites")
         if prior is not None:
             check_kind("prior", prior, Mapping, "a dictionary of priors by site")
+        if features is not None:
+            check_kind("features", features, Callable, "a function from an output to features")
+        if isinstance(features, nn.Module):
+            raise TypeError(
+                "`features` must be a function without weights, which nothing would train; got a "
+                "module. Make it the last part of `feature_extractor`."
+            )
         if not embedding and feature_dim != num_units:
             raise ValueError(
                 f"`num_units` must equal `feature_dim`={feature_dim} without an embedding, one "
@@ -126,7 +134,7 @@ class AdditiveGP(PyroModule):
             )
         self.name = name
         self.num_input_units = _num_input_units(input_units, feature_extractor)
-        self.feature_extractor = feature_extractor
+        self.feature_extractor, self.features_fn = feature_extractor, features
         self.embedding = nn.Linear(feature_dim, num_units, bias=False) if embedding else None
         num_units += self.num_input_units
         self.feature_dim, self.num_units = feature_dim, num_units
@@ -198,19 +206,26 @@ class AdditiveGP(PyroModule):
 
     # From x to the inputs of the units
 
-    def unit_inputs(self, x: Tensor) -> Tensor:
+    def unit_inputs(self, x: Inputs) -> Tensor:
         """h(x): what the units see, `(..., N, P)`, in the coordinates of the grid."""
         return self.embed(self.features(x))
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Inputs) -> Tensor:
         """What `embed` takes: the features of x, `(..., N, feature_dim)`, and x beside them.
 
         Without input units they are the features alone, else `(..., N, feature_dim + D)`.
         """
-        features = self.feature_extractor(x)
+        features = call(self.feature_extractor, x)
+        if self.features_fn is not None:
+            features = self.features_fn(features)
         if self.num_input_units == 0:
             return features
         self._check_features(features, self.feature_dim)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(
+                "`x` must be one floating tensor with a column for each input unit; got "
+                f"{shown(x)}. Set `input_units=False`."
+            )
         if x.shape != (*features.shape[:-1], self.num_input_units):
             rows = ", ".join(map(str, features.shape[:-1])) if features.dim() > 2 else "N"
             raise ValueError(
@@ -232,10 +247,22 @@ class AdditiveGP(PyroModule):
         return self.scaling(torch.cat([self.embedding(features), x], -1))
 
     def _check_features(self, features: Tensor, num_columns: int) -> None:
-        if features.dim() < 2 or features.shape[-1] != num_columns:
+        is_floating = isinstance(features, Tensor) and features.is_floating_point()
+        if not is_floating or features.dim() < 2 or features.shape[-1] != num_columns:
             self._refuse_features(features, num_columns)
 
-    def _refuse_features(self, features: Tensor, num_columns: int) -> None:
+    def _refuse_features(self, features: object, num_columns: int) -> None:
+        if not isinstance(features, Tensor):
+            raise TypeError(
+                f"`feature_extractor` must return a tensor (N, feature_dim={self.feature_dim}); "
+                f"got {shown(features)}. Pass `features`, a function from that to the features, "
+                "such as `features=lambda out: out[0]`."
+            )
+        if not features.is_floating_point():
+            raise TypeError(
+                f"`feature_extractor` must return floating features; got {features.dtype}. Convert "
+                "x, or let the network do so."
+            )
         beside = "" if num_columns == self.feature_dim else f" + {self.num_input_units} inputs"
         raise ValueError(
             f"`feature_extractor` must return shape (N, feature_dim={self.feature_dim}"
@@ -254,13 +281,13 @@ class AdditiveGP(PyroModule):
         with local_parameters(self):
             return super().__call__(*args, **kwargs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """f at x, `(..., N, F)`, for weights that are sampled here.
 
         Args:
             x: inputs, `(N, ...)`, or with batch dimensions in front if the extractor takes them.
         """
-        check_tensor("x", x)
+        check_parts("x", x)
         return self.sample()(x)
 
     @pyro_method
@@ -333,10 +360,22 @@ class AdditiveGP(PyroModule):
         return (value.loc, value.scale) if is_normal else None
 
     def residual_variance(self, h: Tensor) -> Tensor:
-        """Prior variance of each function that the grid loses at h `(N, P)`, `(N, F)`.
+        """Prior variance of each function that the grid loses at h `(..., N, P)`, `(..., N, F)`.
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
+        return self.layer.unit_residuals(h) @ self._node_variances(h).mT  # (N, P) @ (P, F)
+
+    def residual_covariance(self, h: Tensor) -> Tensor:
+        """Prior covariance between rows that the grid loses, `(..., F, N, N)`.
+
+        sum_p sigma_p^2 Var(z) (k(h, h') - phi phi'^T), with `residual_variance` on the diagonal.
+        """
+        var, lost = self._node_variances(h), self.layer.unit_residual_covariances(h)
+        return torch.einsum("fp,...pnm->...fnm", var, lost)
+
+    def _node_variances(self, like: Tensor) -> Tensor:
+        """Prior variance of z, the same at every node of a unit, `(F, P)`."""
         if self.has_shrinkage or self.scale_shapes:
             site = "shrinkage" if self.has_shrinkage else next(iter(self.scale_shapes))
             raise NotImplementedError(
@@ -345,14 +384,14 @@ class AdditiveGP(PyroModule):
         F, P, _ = self.site_shapes["z"]
         prior = self.prior["z"]
         if isinstance(prior, NormalPrior):  # without a distribution, which cannot be compiled
-            return self.layer.unit_residuals(h) @ h.new_full((P, F), prior.scale**2)
-        var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
+            return like.new_full((F, P), prior.scale**2)
+        var = self.prior_distribution("z", like).variance.expand(self.site_shapes["z"])
         if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
             raise NotImplementedError(
                 "The residual variance needs a prior of `z` with finite variance, the same at "
                 "every node of a unit; predict without it."
             )
-        return self.layer.unit_residuals(h) @ var[..., 0].to(h).mT  # (N, P) @ (P, F)
+        return var[..., 0].to(like)
 
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites by their names, `(..., N, F)`.
@@ -382,7 +421,7 @@ class DrawnFunction:
     def __init__(self, gp: AdditiveGP, sites: dict[str, Tensor]):
         self.gp, self.sites = gp, sites
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Tensor:
         return self.at_units(self.gp.unit_inputs(x))
 
     def at_units(self, h: Tensor) -> Tensor:

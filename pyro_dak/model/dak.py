@@ -15,7 +15,9 @@ from pyro_dak.model.additive_gp import AdditiveGP, DrawnFunction, plate_of_rows
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.handlers import check_store, warn_if_weights_are_given
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
+from pyro_dak.model.missing import observed_distribution
 from pyro_dak.model.priors import PriorLike
+from pyro_dak.model.rows import Inputs, RowShape, check_parts, row_shape
 from pyro_dak.validation import (
     check_finite,
     check_floating,
@@ -24,7 +26,6 @@ from pyro_dak.validation import (
     check_kind,
     check_positive,
     check_shape,
-    check_tensor,
 )
 
 __all__ = ["DAK"]
@@ -57,8 +58,16 @@ class DAK(AdditiveGP):
             units are learned; by default 3 for classes and 1 for the rest.
         route: "auto", "local" or "dense"; with "dense" everything has second derivatives (see
             `AdditiveGP`).
+        features: a function from what the extractor returns to the features, for extractors that
+            return tuples, dictionaries or objects (see `AdditiveGP`). `save` does not keep it.
 
     Attributes:
+        input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
+            before the first x.
+
+    Attributes:
+        input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
+            before the first x.
         calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
             None before. It is part of the state, and belongs to the weights beside it.
     """
@@ -84,6 +93,7 @@ class DAK(AdditiveGP):
         input_units: bool | int = False,
         prior_scale: float | None = None,
         route: Route = "auto",
+        features: Callable[[Any], Tensor] | None = None,
     ):
         check_integer("num_outputs", num_outputs, minimum=1)
         if likelihood is None:
@@ -105,10 +115,11 @@ class DAK(AdditiveGP):
             likelihood.prior_scale if prior_scale is None else prior_scale,
             name="",
             route=route,
+            features=features,
         )
         self.num_outputs = num_outputs
         self.likelihood = likelihood
-        self.input_shape: tuple[int, ...] | None = None
+        self.input_shape: RowShape | None = None
         self.register_buffer("calibration", None)
         self.novelty: Any = None  # what `learn_novelty` learns: a module
 
@@ -135,7 +146,8 @@ class DAK(AdditiveGP):
             self.novelty = make(self, len(reference)).to(self.layer.log_unit_scale)
 
     def _check_features(self, features: Tensor, num_columns: int) -> None:
-        if features.dim() != 2 or features.shape[-1] != num_columns:
+        is_floating = isinstance(features, Tensor) and features.is_floating_point()
+        if not is_floating or features.dim() != 2 or features.shape[-1] != num_columns:
             self._refuse_features(features, num_columns)
 
     def _check_plates(self) -> None:
@@ -147,22 +159,22 @@ class DAK(AdditiveGP):
                 "takes minibatches with `num_data`. A plate of draws needs `dim=-2`."
             )
 
-    def forward(self, x: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
+    def forward(self, x: Inputs, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
         """The generative program; returns y.
 
         Args:
-            x: inputs, `(N, ...)`.
+            x: inputs, `(N, ...)`: a tensor, or a tuple or dictionary of tensors.
             y: targets, or None to sample them.
             num_data: size of the data set if x is a minibatch: log-likelihoods count
                 num_data / N times.
         """
-        check_tensor("x", x)
+        check_parts("x", x)
         check_store(self)
         if self.training and torch.is_grad_enabled():
             warn_if_weights_are_given(self.site_shapes)
         with explaining(self, x, y):
             h = self.unit_inputs(x)
-            self.input_shape = self.input_shape or tuple(x.shape[1:])
+            self.input_shape = self.input_shape or row_shape(x)
             return self.observe(h, y, num_data)
 
     def observe(self, h: Tensor, y: Tensor | None = None, num_data: float | None = None) -> Tensor:
@@ -188,6 +200,7 @@ class DAK(AdditiveGP):
             except ValueError:
                 check_finite("h", h)
                 raise
+            y_given_f, y = observed_distribution(self.likelihood, y_given_f, y)
             y = pyro.sample("y", y_given_f, obs=y)
         _check_observed(y, (N, *y_given_f.event_shape), self.likelihood)
         return y

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pyro_dak.model.missing import check_observed_values
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, call, parts, row_shape, shown, shown_shape, split, to_device
 
 if TYPE_CHECKING:
     from pyro_dak.model.dak import DAK
@@ -20,7 +22,7 @@ _ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 @contextmanager
 def explaining(
-    model: "DAK", x: Tensor | None = None, y: Tensor | None = None, **modules: nn.Module
+    model: "DAK", x: Inputs | None = None, y: Tensor | None = None, **modules: nn.Module
 ) -> Iterator[None]:
     """A context for the use of data: if it fails because of them or of weights, it says so.
 
@@ -36,7 +38,7 @@ def explaining(
 
 
 def _reason(
-    model: "DAK", x: Tensor | None, y: Tensor | None, modules: dict[str, nn.Module]
+    model: "DAK", x: Inputs | None, y: Tensor | None, modules: dict[str, nn.Module]
 ) -> Exception | None:
     """An error that says what is wrong with weights, inputs or targets, or None."""
     named: dict[str, nn.Module] = {"model": model, **modules}
@@ -50,25 +52,25 @@ def _reason(
     if y is not None:
         try:
             y = model.likelihood.check_targets(y, model.num_outputs)
-            model.likelihood.check_values(y, model.num_outputs)
+            check_observed_values(model.likelihood, y, model.num_outputs)
         except (TypeError, ValueError) as error:
             return error
     return None if x is None else _reason_of_inputs(model, x)
 
 
 @torch.no_grad()
-def _reason_of_inputs(model: "DAK", x: Tensor) -> ValueError | None:
+def _reason_of_inputs(model: "DAK", x: Inputs) -> ValueError | None:
     """An error that says why the network cannot take x, or None."""
     with evaluating(model):
         try:
             device = model.layer.log_unit_scale.device
-            has_rows = isinstance(x, Tensor) and x.dim() > 0
-            parts = [part.to(device) for part in x.split(8192)] if has_rows else [x]
-            for part in parts:
-                model.feature_extractor(part)
+            has_rows = all(isinstance(p, Tensor) and p.dim() > 0 for p in parts(x).values())
+            chunks = [to_device(chunk, device) for chunk in split(x, 8192)] if has_rows else [x]
+            for chunk in chunks:
+                call(model.feature_extractor, chunk)
         except Exception as error:
             return ValueError(_mismatch(model, x, error))
-        if not all(bool(model.unit_inputs(part).isfinite().all()) for part in parts):
+        if not all(bool(model.unit_inputs(chunk).isfinite().all()) for chunk in chunks):
             return ValueError(
                 "`x` gives features that are not finite: scale the inputs, or look for a layer "
                 "that overflows."
@@ -76,13 +78,12 @@ def _reason_of_inputs(model: "DAK", x: Tensor) -> ValueError | None:
     return None
 
 
-def _mismatch(model: "DAK", x: object, error: Exception) -> str:
+def _mismatch(model: "DAK", x: Inputs, error: Exception) -> str:
     seen, message = model.input_shape, str(error).strip().splitlines() or [repr(error)]
-    if not isinstance(x, Tensor):
-        got = f"a {type(x).__name__}"
-    elif seen is None or x.shape[1:] == seen:
-        got = f"shape {tuple(x.shape)} and {x.dtype} on {x.device}"
-    else:
+    is_whole = all(isinstance(part, Tensor) and part.dim() > 0 for part in parts(x).values())
+    if seen is None or not is_whole or row_shape(x) == seen:
+        return f"`x` must fit `feature_extractor`; got {shown(x)}, of which it says: {message[0]}"
+    if isinstance(x, Tensor) and x.is_floating_point() and isinstance(seen, tuple):
         rows = f"{seen[0]} columns" if len(seen) == 1 else f"rows of shape {seen}"
         return f"`x` must have {rows}, as the inputs had before; got shape {tuple(x.shape)}."
-    return f"`x` must fit `feature_extractor`; got {got}, of which it says: {message[0]}"
+    return f"`x` must have rows as before, {shown_shape(seen)}; got {shown(x)}."

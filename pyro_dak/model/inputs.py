@@ -1,11 +1,10 @@
 """Checks of a model and of its inputs, for the functions that take them from a user."""
 
-from torch import Tensor
-
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.modes import evaluating
-from pyro_dak.validation import check_finite, check_floating, check_has_values, check_kind
+from pyro_dak.model.rows import Inputs, check_parts, parts, take, to_device
+from pyro_dak.validation import check_finite, check_has_values, check_kind
 
 __all__ = ["check_inputs", "check_model", "check_network"]
 
@@ -16,24 +15,34 @@ def check_model(model: DAK) -> None:
     check_has_values("model", model.layer.log_unit_scale)
 
 
-def check_inputs(model: DAK, x: Tensor, name: str = "x") -> None:
-    """Raise unless x `(N, ...)` are finite inputs in the dtype of the model, at least one row."""
+def check_inputs(model: DAK, x: Inputs, name: str = "x") -> None:
+    """Raise unless x `(N, ...)` are inputs that a model can be given, at least one row.
+
+    Floating parts are finite and in the dtype of the model; others hold integers or truth values.
+    """
     check_model(model)
-    check_floating(name, x)
-    check_has_values(name, x)
-    if x.dim() < 2 or x.numel() == 0:
-        raise ValueError(
-            f"`{name}` must have at least one row and one feature, (N, ...); got {tuple(x.shape)}."
-        )
+    check_parts(name, x)
     dtype = model.layer.log_unit_scale.dtype
-    if x.dtype != dtype:
-        raise TypeError(
-            f"`{name}` must have the dtype of the model, {dtype}; got {x.dtype}. Convert it."
-        )
-    check_finite(name, x)
+    for label, part in parts(x, name).items():
+        check_has_values(label, part)
+        is_floating = part.is_floating_point()
+        # A part may be a number for each row, and so may an integer, of which networks make more.
+        if part.numel() == 0 or (part is x and is_floating and part.dim() < 2) or part.dim() < 1:
+            raise ValueError(
+                f"`{label}` must have shape (N, ...), with at least one row and one feature; got "
+                f"{tuple(part.shape)}."
+            )
+        if part.is_complex() or (is_floating and part.dtype != dtype):
+            raise TypeError(
+                f"`{label}` must have the dtype of the model, {dtype}; got {part.dtype}. "
+                "Convert it."
+            )
+        if is_floating:
+            check_finite(label, part)
 
 
-def check_network(model: DAK, x: Tensor) -> None:
+def check_network(model: DAK, x: Inputs) -> None:
     """Raise unless the network takes the first rows of x, which are checked already."""
-    with explaining(model, x[:2]), evaluating(model):
-        model.unit_inputs(x[:2].to(model.layer.log_unit_scale.device))
+    x = take(x, slice(2))
+    with explaining(model, x), evaluating(model):
+        model.unit_inputs(to_device(x, model.layer.log_unit_scale.device))

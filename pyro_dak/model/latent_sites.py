@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, parts_of, pyro_lock
+from pyro_dak.model.rows import Inputs, take, to_device
 
 __all__ = ["check_sites", "known_sites", "likelihood_sites"]
 
@@ -60,7 +61,7 @@ def likelihood_sites(model: DAK) -> list[str]:
     return list(capture.trace.stochastic_nodes)
 
 
-def check_sites(model: DAK, x: Tensor) -> None:
+def check_sites(model: DAK, x: Inputs) -> None:
     """Raise if a model samples what closed forms ignore; a model that has passed costs nothing."""
     if torch.compiler.is_compiling():
         return
@@ -68,7 +69,7 @@ def check_sites(model: DAK, x: Tensor) -> None:
         return
     with evaluating(model), known_sites(model):
         if "network" not in _CHECKED[model]:
-            model.unit_inputs(x[:1].to(model.layer.log_unit_scale.device))
+            model.unit_inputs(to_device(take(x, slice(1)), model.layer.log_unit_scale.device))
 
 
 class _Refuse(Messenger):

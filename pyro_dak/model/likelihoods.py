@@ -70,6 +70,8 @@ class Likelihood(nn.Module, ABC):
             of a row, as for classes.
         prior_scale: the standard deviation that f has in the prior at the start. With 1, classes
             could hardly be told apart with more than 95 % certainty.
+        missing: what marks targets that do not count, "nan" or for labels an integer; None if there
+            must not be any. `fit(..., missing=...)` sets it while it runs.
     """
 
     has_closed_form = False
@@ -78,6 +80,7 @@ class Likelihood(nn.Module, ABC):
     coupling = 1.0
     is_shift_invariant = False
     prior_scale = 1.0
+    missing: str | int | None = None
 
     def num_functions(self, num_outputs: int) -> int:
         """F, the functions that C outputs need."""
@@ -97,6 +100,14 @@ class Likelihood(nn.Module, ABC):
         a number for all rows as `(..., 1)`, where the dots are draws and the data plate.
         """
         return {}
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log p(y | f) of each row, `(..., N)`, for draws f `(..., N, F)`, with its gradient in f.
+
+        Here it is that of `distribution`. A formula of tensors alone, where a subclass has one, can
+        be compiled, while a distribution of Pyro cannot.
+        """
+        return self.distribution(f).log_prob(y)
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """E_q log p(y | f) of each row, `(..., N)`."""
@@ -127,7 +138,7 @@ class Likelihood(nn.Module, ABC):
         f = _antithetic_draws(moments, num_samples)
         with torch.enable_grad():
             f = f.detach().requires_grad_()
-            (gradients,) = torch.autograd.grad(self.distribution(f).log_prob(y).sum(), f)
+            (gradients,) = torch.autograd.grad(self.log_prob(y, f).sum(), f)
         shift = f.detach() - moments.mean
         slope = (gradients * shift).sum(0) / shift.square().sum(0)
         return ExpectedDerivatives(gradients.mean(0), (-slope).clamp(min=0))
@@ -139,6 +150,9 @@ class Likelihood(nn.Module, ABC):
         Natural-gradient training takes it from `expected_squares` instead of an optimiser.
         """
         return None
+
+    def keep_noise_from_optimizers(self) -> None:
+        """Let `closed_noise` have no gradient, so that it is learned in closed form only."""
 
     def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """The sum over rows whose mean is the best noise variance, in the shape of the noise."""
@@ -213,9 +227,13 @@ class Likelihood(nn.Module, ABC):
 
 
 class _Noise(nn.Module):
-    """A positive scale, kept as its logarithm: a parameter if it is learned, else a buffer."""
+    """A positive scale, kept as its logarithm: a parameter if it is learned, else a buffer.
+
+    With `is_closed` it is learned in closed form, although no optimiser gets a gradient of it.
+    """
 
     log_scale: Tensor
+    is_closed = False
 
     def __init__(self, log_scale: Tensor, learn: bool):
         super().__init__()
@@ -311,8 +329,18 @@ class GaussianLikelihood(_NoisyLikelihood):
     def closed_noise(self) -> nn.Parameter | None:
         """The logarithm of the noise scale, if it is learned."""
         log_scale = self.noise.log_scale
-        is_learned = isinstance(log_scale, nn.Parameter) and log_scale.requires_grad
+        is_learned = log_scale.requires_grad or self.noise.is_closed
+        is_learned = isinstance(log_scale, nn.Parameter) and is_learned
         return cast(nn.Parameter, log_scale) if is_learned else None
+
+    def keep_noise_from_optimizers(self) -> None:
+        """Let `closed_noise` have no gradient, so that it is learned in closed form only.
+
+        Optimisers then leave it alone, and so does their weight decay.
+        """
+        if self.closed_noise is not None:
+            self.closed_noise.requires_grad_(False)
+            self.noise.is_closed = True
 
     def expected_squares(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """The sum of E_q (y - f)^2 = (y - m)^2 + v; a mean over outputs if they share their noise.
@@ -451,6 +479,13 @@ class StudentTLikelihood(_NoisyLikelihood):
         scale = self.noise_scale if noise_scale is None else noise_scale
         return dist.StudentT(self.df if df is None else df, f, scale).to_event(1)
 
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """log of c / s (1 + r^2 / df)^(-(df + 1) / 2), r = (y - f) / s, summed over outputs."""
+        half, log_scale = (self.df + 1) / 2, self.noise.log_scale
+        constant = math.lgamma(half) - math.lgamma(self.df / 2) - 0.5 * math.log(self.df * math.pi)
+        squares = ((y - f) * (-log_scale).exp()).square() / self.df
+        return (constant - log_scale - half * squares.log1p()).sum(-1)
+
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
     ) -> ExpectedDerivatives:
@@ -479,6 +514,11 @@ class CategoricalLikelihood(Likelihood):
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Categorical(logits=f)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """The log softmax of f at the label."""
+        labels = y.expand(f.shape[:-1]).unsqueeze(-1)
+        return f.log_softmax(-1).gather(-1, labels).squeeze(-1)
 
     def expected_derivatives(
         self, y: Tensor, moments: FunctionMoments, num_samples: int = 8
@@ -541,6 +581,10 @@ class BernoulliLikelihood(Likelihood):
 
     def distribution(self, f: Tensor) -> dist.Distribution:
         return dist.Bernoulli(logits=f).to_event(1)
+
+    def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """y f - log(1 + exp f), summed over outputs."""
+        return (y * f - nn.functional.softplus(f)).sum(-1)
 
     def expected_log_prob_bound(self, y: Tensor, moments: FunctionMoments) -> Tensor:
         """y m less the bound of E log(1 + exp f), the normalizer of the softmax over (0, f)."""

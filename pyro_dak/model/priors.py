@@ -164,7 +164,7 @@ def resolve_priors(
     """
     given, scale_shapes = dict(prior or {}), scale_shapes or {}
     for name in given:
-        check_choice("prior", name, [*shapes, "shrinkage", "unit_scale", "lengthscale"])
+        check_choice("prior", name, {*shapes, *scale_shapes, "shrinkage", "unit_scale"})
     if isinstance(given.get("shrinkage"), HorseshoePrior):
         given["global_shrinkage"] = given["shrinkage"]
     resolved = {name: given.get(name, NormalPrior()) for name in shapes}

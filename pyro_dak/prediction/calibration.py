@@ -15,6 +15,7 @@ from pyro_dak.inference.draws import Posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.rows import Inputs, split, to_device
 from pyro_dak.prediction.predict import frozen_functions, with_bar
 from pyro_dak.prediction.rescaling import (
     Kind,
@@ -59,7 +60,7 @@ class Calibration:
 def calibrate(
     model: DAK,
     posterior: Posterior,
-    x_val: Tensor,
+    x_val: Inputs,
     y_val: Tensor,
     *,
     method: Literal["mc", "probit"] = "mc",
@@ -96,7 +97,8 @@ def calibrate(
     Args:
         posterior: the posterior that will predict: anything that `predict` takes, apart from draws
             that hold parameters of the likelihood.
-        x_val: held-out inputs, `(N, ...)`, at least 10 rows. Some hundreds are better.
+        x_val: held-out inputs, `(N, ...)`, at least 10 rows. Some hundreds are better. A tensor,
+            or a tuple or dictionary of tensors.
         y_val: their targets.
         method: as it will be in `predict`; so are the next three.
         num_samples: as in `predict`.
@@ -117,10 +119,10 @@ def calibrate(
     check_model(model)
     kind = kind_of_number(model.likelihood)
     x, y = checked_data(model, x_val, y_val)
-    if len(x) < _MIN_ROWS:
+    if len(y) < _MIN_ROWS:
         raise ValueError(
             f"`x_val` must have at least {_MIN_ROWS} rows, from which one number can be found; got "
-            f"{len(x)}. Hold out more rows."
+            f"{len(y)}. Hold out more rows."
         )
     like = model.layer.log_unit_scale
     seed = 0 if seed is None else int(seed)
@@ -130,8 +132,8 @@ def calibrate(
     ) as frozen:
         frozen.refuse_calibration()
         size = frozen.num_rows(int(chunk_size))
-        chunks = with_bar(x.split(size), progress, "calibrate")
-        parts = [_kept(model, frozen(chunk.to(like.device))[0]) for chunk in chunks]
+        chunks = with_bar(split(x, size), progress, "calibrate")
+        parts = [_kept(model, frozen(to_device(chunk, like.device))[0]) for chunk in chunks]
         rows = [*zip(parts, y.to(like.device).split(size), strict=True)]
         for q in parts:
             check_finite("mean and variance of f", q.mean + q.var)
@@ -140,12 +142,12 @@ def calibrate(
 
         def nlpd_fn(t: float) -> float:
             number = math.exp(t if kind == "variance" else t / 2)
-            return -sum(float(log_prob_fn(*row, number).sum()) for row in rows) / len(x)
+            return -sum(float(log_prob_fn(*row, number).sum()) for row in rows) / len(y)
 
         t, nlpd_before, nlpd_after = _least(nlpd_fn, kind)
     number = math.exp(t if kind == "variance" else t / 2)
     model.calibration = like.detach().new_tensor(number)
-    return Calibration(kind, number, nlpd_before, nlpd_after, len(x))
+    return Calibration(kind, number, nlpd_before, nlpd_after, len(y))
 
 
 def _kept(model: DAK, q: FunctionMoments) -> FunctionMoments:

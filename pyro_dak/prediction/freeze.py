@@ -20,6 +20,7 @@ from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
+from pyro_dak.model.rows import Inputs, call
 
 __all__ = ["freeze", "freeze_with_features"]
 
@@ -35,7 +36,7 @@ def freeze(
     *,
     num_rows: int = 1,
     compile: bool = False,
-) -> Callable[[Tensor], FunctionMoments]:
+) -> Callable[[Inputs], FunctionMoments]:
     """q(f) as a function of inputs x `(N, ...)`, in eval mode and without gradients.
 
     In its plain form this is `guide.moments(model.layer, model.unit_inputs(x))`. For the exact
@@ -74,7 +75,7 @@ def freeze_with_features(
     num_rows: int = 1,
     compile: bool = False,
     with_features: bool = True,
-) -> Callable[[Tensor], tuple[FunctionMoments, Tensor | None]]:
+) -> Callable[[Inputs], tuple[FunctionMoments, Tensor | None]]:
     """q(f), and with `with_features` what `model.features` returns, from one pass.
 
     The other arguments are those of `freeze`. The network runs once for each row, unless the class
@@ -105,13 +106,13 @@ def freeze_with_features(
 
 @torch.no_grad()
 def _moments_at(
-    x: Tensor,
-    network: Callable[[Tensor], Tensor],
+    x: Inputs,
+    network: Callable[[Inputs], Tensor],
     units: Callable[[Tensor], Tensor] | None,
     moments: Callable[[Tensor], FunctionMoments],
     residual: Callable[[Tensor], Tensor] | None,
     with_features: bool,
-    features_fn: Callable[[Tensor], Tensor] | None,
+    features_fn: Callable[[Inputs], Tensor] | None,
     embed_fn: Callable[[Tensor], Tensor] | None,
 ) -> tuple[FunctionMoments, Tensor | None]:
     """q(f), and the features if they are asked for: those that `units` or `embed_fn` starts from.
@@ -134,7 +135,7 @@ def _moments_at(
 
 def _frozen_units(
     model: DAK, num_rows: int
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:
+) -> tuple[Callable[[Inputs], Tensor], Callable[[Tensor], Tensor] | None]:
     """`model.unit_inputs` in two steps: the network, and the affine map from there to the units.
 
     The map is embedding and scaling, and a linear layer at the end of the network too, where this
@@ -143,7 +144,8 @@ def _frozen_units(
     embedding, scaling = model.embedding, model.scaling
     parts: list[tuple[nn.Module, type]] = [(model, DAK), (scaling, type(scaling))]
     parts += [] if embedding is None else [(embedding, nn.Linear)]
-    is_other = model.num_input_units > 0 or (embedding is not None and embedding.bias is not None)
+    is_other = model.num_input_units > 0 or model.features_fn is not None
+    is_other = is_other or (embedding is not None and embedding.bias is not None)
     if is_other or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
         return model.unit_inputs, None
     gain, shift = scaling.affine(scaling.first, scaling.second)
@@ -151,12 +153,13 @@ def _frozen_units(
     layers, weight, shift = affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
     width = model.feature_dim if embedding is None else weight.shape[1]
     apply_map = torch.addcmul if embedding is None else torch.addmm
+    first, *others = layers or [nn.Identity()]
 
-    def network(x: Tensor) -> Tensor:
-        b = x
-        for layer in layers:
+    def network(x: Inputs) -> Tensor:
+        b = call(first, x)
+        for layer in others:
             b = layer(b)
-        if b.dim() != 2 or b.shape[1] != width:
+        if not isinstance(b, Tensor) or b.dim() != 2 or b.shape[1] != width:
             model.unit_inputs(x)  # raises, and says what is wrong with the features
         return b
 

@@ -38,6 +38,17 @@ from pyro_dak.model.inputs import check_inputs, check_network
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import (
+    Inputs,
+    concatenate,
+    device_of,
+    like_model,
+    num_numbers,
+    num_rows,
+    row_shape,
+    split,
+    take,
+)
 from pyro_dak.prediction.predict import frozen_functions
 from pyro_dak.prediction.results import NoveltyScores
 from pyro_dak.validation import check_finite
@@ -311,8 +322,8 @@ DAK.novelty_factory = Novelty.room_for
 def learn_novelty(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
-    held_out: Tensor | None = None,
+    x: Inputs,
+    held_out: Inputs | None = None,
     *,
     progress: bool = True,
 ) -> None:
@@ -327,7 +338,7 @@ def learn_novelty(
         model: the model, with its trained network.
         posterior: the posterior that it predicts with, anything that `predict` takes; for classes
             its entropies are looked at.
-        x: training inputs, `(N, ...)`.
+        x: training inputs, `(N, ...)`: a tensor, or a tuple or dictionary of tensors.
         held_out: inputs that the network was not trained on. From 200 rows on they are the rows
             that others are compared with, which is fairer than a comparison with training rows.
         progress: show a bar if it takes more than two seconds.
@@ -336,10 +347,10 @@ def learn_novelty(
     check_posterior(model, posterior)
     if held_out is not None:
         check_inputs(model, held_out, "held_out")
-        if held_out.shape[1:] != x.shape[1:]:
+        if row_shape(held_out) != row_shape(x):
             raise ValueError(
-                f"`held_out` must have rows like those of `x`, of shape {tuple(x.shape[1:])}; got "
-                f"shape {tuple(held_out.shape)}."
+                f"`held_out` must have rows like those of `x`, of shape {row_shape(x)}; got "
+                f"{row_shape(held_out)}."
             )
     check_network(model, x)
     guide = as_guide(posterior)
@@ -349,16 +360,16 @@ def learn_novelty(
         model.novelty = novelty_of_features(model, posterior, features, rows, held_out)
 
 
-def in_random_order(x: Tensor) -> Iterator[Tensor]:
+def in_random_order(x: Inputs) -> Iterator[Inputs]:
     """All rows of x in chunks, in an order that is the same at every call."""
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    yield from (x[part] for part in order.to(x.device).split(_CHUNK))
+    order = torch.randperm(num_rows(x), generator=torch.Generator().manual_seed(0))
+    yield from (take(x, part) for part in order.to(device_of(x)).split(_CHUNK))
 
 
 @torch.no_grad()
 def features_of(
-    model: DAK, batches: Iterable[Tensor], progress: bool = False
-) -> tuple[Tensor, Tensor]:
+    model: DAK, batches: Iterable[Inputs], progress: bool = False
+) -> tuple[Tensor, Inputs]:
     """The features of the rows in these batches, `(N, D_w)`, and the inputs of the first of them.
 
     They are what `model.features` returns: with input units the inputs are among them. There are
@@ -371,23 +382,23 @@ def features_of(
     bar = tqdm(batches, "novelty", delay=2, leave=False, disable=not progress)
     with bar, evaluating(model), known_sites(model, for_y=False):
         for batch in bar:
-            x = batch[:num_left].to(like)
-            num_rows_left = min(num_rows_left, MAX_NUMBERS // x[0].numel())
+            x = like_model(take(batch, slice(num_left)), like)
+            num_rows_left = min(num_rows_left, MAX_NUMBERS // num_numbers(x))
             features.append(model.features(x))
-            rows.append(x[:num_rows_left].clone())
-            num_left -= len(x)
-            num_rows_left -= len(rows[-1])
+            rows.append(concatenate([take(x, slice(num_rows_left))]))  # a copy
+            num_left -= num_rows(x)
+            num_rows_left -= num_rows(rows[-1])
             if num_left <= 0:
                 break
-    return torch.cat(features), torch.cat(rows)
+    return torch.cat(features), concatenate(rows)
 
 
 def novelty_of_features(
     model: DAK,
     posterior: Posterior,
     features: Tensor,
-    rows: Tensor,
-    held_out: Tensor | None = None,
+    rows: Inputs,
+    held_out: Inputs | None = None,
 ) -> Novelty:
     """The statistics of training rows with these features, `(N, D_w)`.
 
@@ -395,25 +406,25 @@ def novelty_of_features(
     `rows` are the inputs of the first rows of the features.
     """
     leverage = Leverage.of(features)
-    if held_out is not None and len(held_out) >= MIN_HELD_OUT_ROWS:
+    if held_out is not None and num_rows(held_out) >= MIN_HELD_OUT_ROWS:
         at_rows, rows = features_of(model, in_random_order(held_out))
-        scores = leverage(at_rows[: len(rows)])
+        scores = leverage(at_rows[: num_rows(rows)])
     else:
-        rows = rows[:MAX_REFERENCE_ROWS]
-        scores = leverage.without_itself(features[: len(rows)])
+        rows = take(rows, slice(MAX_REFERENCE_ROWS))
+        scores = leverage.without_itself(features[: num_rows(rows)])
     has_classes = isinstance(model.likelihood, CategoricalLikelihood)
     entropy = _entropies(model, posterior, rows) if has_classes else None
     like = model.layer.log_unit_scale
     return Novelty.of(leverage, Tails.of(scores, entropy)).to(like.device, like.dtype)
 
 
-def _entropies(model: DAK, posterior: Posterior, rows: Tensor, num_samples: int = 100) -> Tensor:
+def _entropies(model: DAK, posterior: Posterior, rows: Inputs, num_samples: int = 100) -> Tensor:
     """The entropies of the probabilities that `predict` gives to rows, without calibration."""
     likelihood: Any = model.likelihood
     options: dict[str, Any] = {"num_samples": num_samples, "residual_variance": False, "seed": 0}
     entropies = []
     with frozen_functions(model, posterior, rows, **options) as frozen:
-        for chunk in rows.split(frozen.num_rows(_CHUNK)):
+        for chunk in split(rows, frozen.num_rows(_CHUNK)):
             q, _ = frozen(chunk)
             check_finite("mean and variance of f", q.mean + q.var)
             log_probs, _ = likelihood.class_probabilities(q, frozen.draws(q, num_samples, seed=0))

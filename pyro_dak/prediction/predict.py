@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,12 +20,22 @@ from pyro_dak.additive.layer import Weights
 from pyro_dak.inference.densities import draw_functions, likelihood_parameters, seeded
 from pyro_dak.inference.draws import Posterior, draw_posterior, resolve_posterior
 from pyro_dak.inference.guides import GaussianGuide
+from pyro_dak.model.batches import Unpacking, is_loader
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_inputs, check_model
 from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.likelihoods import CategoricalLikelihood, Likelihood
 from pyro_dak.model.modes import evaluating, own_precision, with_own_tensors
+from pyro_dak.model.rows import (
+    Inputs,
+    blank_rows,
+    device_of,
+    num_rows,
+    row_shape,
+    split,
+    to_device,
+)
 from pyro_dak.prediction.freeze import freeze_with_features
 from pyro_dak.prediction.rescaling import rescaled_likelihood, rescaled_moments
 from pyro_dak.prediction.results import (
@@ -32,6 +43,7 @@ from pyro_dak.prediction.results import (
     Components,
     MixturePrediction,
     Prediction,
+    concatenated,
     mixture_moments,
     place,
 )
@@ -54,7 +66,7 @@ _MAX_ELEMENTS = 2**24
 def predict(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Any,
     *,
     method: Literal["mc", "probit"] = "mc",
     num_samples: int = 100,
@@ -64,6 +76,8 @@ def predict(
     compile: bool = False,
     novelty: bool = True,
     progress: bool = True,
+    target: str | None = None,
+    unpack: Callable[[Any], Any] | None = None,
 ) -> Prediction | ClassPrediction:
     """Predictive distribution at new inputs.
 
@@ -85,7 +99,10 @@ def predict(
         posterior: a guide of this library, any Pyro guide of the model's sites, an exact posterior,
             a run of `run_nuts` or of Pyro's `MCMC`, or a dictionary of draws by site, tensors or
             arrays `(S, *event)` or `(chains, S, *event)`.
-        x: inputs, `(N, ...)`, in the dtype of the model.
+        x: inputs, `(N, ...)`, floating ones in the dtype of the model: a tensor, or a tuple or
+            dictionary of tensors, which the network gets as its arguments. Or a loader of them,
+            also one that `fit` takes: a batch is x, or a pair (x, y) whose y is not looked at. The
+            predictions of all batches are joined, in the order in which they come.
         method: for classes, "mc" averages probabilities over draws of f, "probit" samples nothing.
         num_samples: draws of f for "mc"; draws of the weights for guides without closed form. Of
             a posterior that is a set of draws, all are used.
@@ -98,15 +115,35 @@ def predict(
         novelty: say how strange each row is, if the model has learned that (`learn_novelty`). It
             takes about (1 + 3 D_w)^2 multiplications a row, which a small network notices.
         progress: show a bar if it takes more than two seconds.
+        target: for a loader of dictionaries, the entry that is y and not x.
+        unpack: for a loader of other batches, a function from a batch to (x, y).
     """
+    if is_loader(x):
+        of_batch = partial(
+            predict,
+            model,
+            posterior,
+            method=method,
+            num_samples=num_samples,
+            residual_variance=residual_variance,
+            seed=seed,
+            chunk_size=chunk_size,
+            compile=compile,
+            novelty=novelty,
+            progress=False,
+        )
+        unpacking = Unpacking(target, unpack)
+        return concatenated([of_batch(unpacking.inputs(b)) for b in with_bar(x, progress)])
+    if target is not None:
+        x = Unpacking(target).inputs(x)
     check_choice("method", method, ("mc", "probit"))
     check_integer("num_samples", num_samples, minimum=1)
     check_integer("chunk_size", chunk_size, minimum=1)
     check_seed("seed", seed)
     seed = 0 if seed is None else int(seed)
     check_inputs(model, x)
-    device = model.layer.log_unit_scale.device
-    likelihood: Likelihood = with_own_tensors(model.likelihood, x.device)
+    device, own_device = model.layer.log_unit_scale.device, device_of(x)
+    likelihood: Likelihood = with_own_tensors(model.likelihood, own_device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     needs_draws = has_classes and method == "mc"
     own: Any = model.likelihood
@@ -129,8 +166,8 @@ def predict(
         is_mixture = bool(parameters)
         if number is not None:
             frozen.refuse_calibration()
-        for chunk in with_bar(x.split(frozen.num_rows(int(chunk_size))), progress):
-            as_trained, features = frozen(chunk.to(device))
+        for chunk in with_bar(split(x, frozen.num_rows(int(chunk_size))), progress):
+            as_trained, features = frozen(to_device(chunk, device))
             q = as_trained if number is None else rescaled_moments(own, as_trained, number)
             if has_classes:
                 draws = None
@@ -146,7 +183,7 @@ def predict(
                 else:
                     results = (*own.predictive_moments(q), *q[:2])
                 results += () if q.root is None else (q.root.movedim(0, -2),)
-            parts.append([part.to(x.device) for part in results])
+            parts.append([part.to(own_device) for part in results])
             if features is not None:
                 with own_precision(features):  # mixed precision is for the network
                     scores = [model.novelty.leverage(features)]
@@ -156,9 +193,9 @@ def predict(
                         draws = None if draws is None else draws * number
                         log_probs = own.class_probabilities(as_trained, draws)[0]
                     scores.append(torch.special.entr(log_probs.exp()).sum(-1))
-                strange.append([score.to(x.device) for score in scores])
+                strange.append([score.to(own_device) for score in scores])
         joined = [torch.cat(part) for part in zip(*parts, strict=True)]
-        model.input_shape = model.input_shape or tuple(x.shape[1:])
+        model.input_shape = model.input_shape or row_shape(x)
         check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
     found = None
     if has_novelty:
@@ -170,7 +207,7 @@ def predict(
     parts_of_y = (mean, epistemic, aleatoric, FunctionMoments(*functions), likelihood, found)
     if not is_mixture:
         return Prediction(*parts_of_y)
-    return MixturePrediction(*parts_of_y, {n: v.to(x.device) for n, v in parameters.items()})
+    return MixturePrediction(*parts_of_y, {n: v.to(own_device) for n, v in parameters.items()})
 
 
 class FrozenFunctions:
@@ -185,7 +222,7 @@ class FrozenFunctions:
 
     def __init__(
         self,
-        moments_at: Callable[[Tensor], tuple[FunctionMoments, Tensor | None]],
+        moments_at: Callable[[Inputs], tuple[FunctionMoments, Tensor | None]],
         sites: Mapping[str, Tensor] | None,
         has_residuals: bool,
         parameters: Mapping[str, Tensor],
@@ -193,7 +230,7 @@ class FrozenFunctions:
         self._moments_at, self._sites, self._has_residuals = moments_at, sites, has_residuals
         self.parameters = parameters
 
-    def __call__(self, x: Tensor) -> tuple[FunctionMoments, Tensor | None]:
+    def __call__(self, x: Inputs) -> tuple[FunctionMoments, Tensor | None]:
         return self._moments_at(x)
 
     @property
@@ -236,7 +273,7 @@ class FrozenFunctions:
 def frozen_functions(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     *,
     num_samples: int,
     residual_variance: bool,
@@ -262,7 +299,7 @@ def frozen_functions(
             guide,
             sites,
             residual_variance,
-            num_rows=len(x),
+            num_rows=num_rows(x),
             compile=compile,
             with_features=with_features,
         )
@@ -273,7 +310,7 @@ def frozen_functions(
 def components(
     model: DAK,
     posterior: Posterior,
-    x: Tensor,
+    x: Inputs,
     *,
     num_samples: int = 100,
     seed: int | None = None,
@@ -305,10 +342,10 @@ def components(
         evaluating(model, *modules.values()),
         known_sites(model, for_y=False, given=q if isinstance(q, dict) else ()),
     ):
-        for chunk in with_bar(x.split(int(chunk_size)), progress):
-            h = model.unit_inputs(chunk.to(model.layer.log_unit_scale.device))
+        for chunk in with_bar(split(x, int(chunk_size)), progress):
+            h = model.unit_inputs(to_device(chunk, model.layer.log_unit_scale.device))
             mean, var = _component_moments(model, q, h)
-            parts.append(tuple(part.to(x.device) for part in (mean, var, h)))
+            parts.append(tuple(part.to(device_of(x)) for part in (mean, var, h)))
         result = Components(*(torch.cat(part) for part in zip(*parts, strict=True)))
         check_finite("unit_inputs", result.unit_inputs)
         check_finite("mean and variance of the components", result.mean + result.variance)
@@ -339,7 +376,9 @@ def _component_moments(
 class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
     """Functions drawn from a posterior: `draws(x)` is `(S, N, F)`, `draws[i](x)` is `(N, F)`.
 
-    `sites` holds the draws, `(S, *event)`, in the dtype of the model.
+    Values have gradients in x if x asks for them. Inputs may have a batch in front, `(*b, N, ...)`,
+    if the model knows the shape of a row; values are then `(S, *b, N, F)`. `sites` holds the draws,
+    `(S, *event)`, in the dtype of the model.
     """
 
     def __init__(self, model: DAK, sites: dict[str, Tensor], is_single: bool = False):
@@ -352,17 +391,24 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
         mu = self.sites["mu"]
         return f"FunctionDraws({len(self)} draws of {mu.shape[-1]} functions; {place(mu)})"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Tensor:
         check_inputs(self.model, x)
+        batch, shape = torch.Size((num_rows(x),)), self.model.input_shape
+        if isinstance(x, Tensor) and isinstance(shape, tuple):
+            batch = x.shape[: max(1, x.dim() - len(shape))]  # (*b, N)
+            x = x.reshape(-1, *x.shape[len(batch) :])
+        has_gradients = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
         with (
             explaining(self.model, x),
             evaluating(self.model),
             known_sites(self.model, for_y=False, given=self.sites),
+            torch.set_grad_enabled(has_gradients),
         ):
             h = self.model.unit_inputs(x)
             check_finite("unit_inputs", h)
             f = draw_functions(self.model, h, self.sites)
             check_finite("f", f)
+        f = f.unflatten(-2, batch)
         return f.squeeze(0) if self._is_single else f
 
     def __getitem__(self, index: int | slice) -> "FunctionDraws":
@@ -392,7 +438,7 @@ def sample_functions(
     check_integer("num_samples", num_samples, minimum=1)
     shape = model.input_shape
     like = model.layer.log_unit_scale
-    x = None if shape is None else torch.zeros(1, *shape, dtype=like.dtype, device=like.device)
+    x = None if shape is None else blank_rows(shape, 1, like)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     sites = {name: value.to(like) for name, value in draws.flat().items()}
     if len(sites["mu"]) < num_samples:
@@ -407,6 +453,6 @@ def sample_functions(
     return FunctionDraws(model, sites)
 
 
-def with_bar(chunks: Sequence[Tensor], progress: bool, name: str = "predict") -> Iterable[Tensor]:
+def with_bar(chunks: Iterable[Any], progress: bool, name: str = "predict") -> Iterable[Any]:
     """The chunks, behind a bar that shows after two seconds."""
     return tqdm(chunks, desc=name, delay=2.0, leave=False) if progress else chunks

@@ -1,8 +1,8 @@
 """What a prediction says: means, variances, intervals, densities, class probabilities."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,11 @@ from pyro_dak.model.likelihoods import (
     HeteroscedasticLikelihood,
     Likelihood,
 )
+from pyro_dak.model.missing import (
+    check_observed_values,
+    observed_distribution,
+    observed_rows,
+)
 from pyro_dak.validation import check_choice, check_integer, check_probability
 
 __all__ = [
@@ -25,6 +30,7 @@ __all__ = [
     "NoveltyScores",
     "Prediction",
     "WithNovelty",
+    "concatenated",
     "mixture_moments",
     "place",
 ]
@@ -183,10 +189,11 @@ class Prediction(WithNovelty):
 
         For Gaussian noise, constant or not, this is the density of all outputs together. For other
         likelihoods it is the sum of the log densities of the outputs, each by itself: covariance
-        between several outputs, which some guides have, does not enter.
+        between several outputs, which some guides have, does not enter; nor does it if targets may
+        be missing, which then do not count.
         """
         y = self.likelihood.check_targets(y, self.mean.shape[-1])
-        self.likelihood.check_values(y, self.mean.shape[-1])
+        check_observed_values(self.likelihood, y, self.mean.shape[-1])
         _check_rows(y, self.mean)
         with torch.no_grad():
             parts = [
@@ -195,7 +202,7 @@ class Prediction(WithNovelty):
         return torch.cat(parts)
 
     def _log_prob(self, y: Tensor, functions: FunctionMoments) -> Tensor:
-        return self.likelihood.predictive_log_prob(y, functions)
+        return observed_rows(_log_prob, self.likelihood, y, functions)
 
     def _draws(self, rows: slice, num_samples: int) -> Tensor:
         f = sample_marginals(self._functions_at(rows), num_samples)
@@ -222,7 +229,8 @@ class MixturePrediction(Prediction):
         return False
 
     def _log_prob(self, y: Tensor, functions: FunctionMoments) -> Tensor:
-        log_probs = self._given_draws(functions).log_prob(y)  # (S, N)
+        p, filled = observed_distribution(self.likelihood, self._given_draws(functions), y)
+        log_probs = p.log_prob(filled)  # (S, N)
         return log_probs.logsumexp(0) - math.log(len(log_probs))
 
     def _draws(self, rows: slice, num_samples: int) -> Tensor:
@@ -310,6 +318,25 @@ class ClassPrediction(WithNovelty):
         return self.log_probs.gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
+def concatenated(pieces: Sequence[Any]) -> Any:
+    """The prediction of the rows of all pieces, each a prediction by the same model."""
+    if len(pieces) == 0:
+        raise ValueError("`x` yields no batch, so that there is nothing to predict.")
+    means, variances, roots = zip(*(piece.functions for piece in pieces), strict=True)
+    root = None if roots[0] is None else torch.cat(roots, 1)
+    joined: dict[str, Any] = {
+        "functions": FunctionMoments(torch.cat(means), torch.cat(variances), root)
+    }
+    is_classes = isinstance(pieces[0], ClassPrediction)
+    names = ("log_probs", "expected_entropy") if is_classes else ("mean", "epistemic", "aleatoric")
+    joined |= {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+    if pieces[0].novelty_scores is not None:
+        scores = zip(*(piece.novelty_scores for piece in pieces), strict=True)
+        together = [None if part[0] is None else torch.cat(part) for part in scores]
+        joined["novelty_scores"] = NoveltyScores(*together)
+    return replace(pieces[0], **joined)
+
+
 class Components(NamedTuple):
     """Share of every unit in each function, mean and variance `(N, F, P)`; its input `(N, P)`."""
 
@@ -337,6 +364,10 @@ def _quantile(draws: Tensor, q: float, is_discrete: bool) -> Tensor:
 def _with_columns(y: Tensor) -> Tensor:
     """y `(S, N, C)`, also where its distribution has one number for each row."""
     return y if y.dim() == 3 else y.unsqueeze(-1)
+
+
+def _log_prob(likelihood: Likelihood, y: Tensor, moments: FunctionMoments) -> Tensor:
+    return likelihood.predictive_log_prob(y, moments)
 
 
 def _slices(num_rows: int, size: int) -> Iterator[slice]:

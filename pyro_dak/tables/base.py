@@ -24,6 +24,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import with_own_tensors
 from pyro_dak.prediction.results import NoveltyScores
+from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
 from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
 from pyro_dak.tables.predictive import Array
@@ -94,6 +95,7 @@ class TableEstimator(Parameters, BaseEstimator):
     _uncalibrated: ClassVar[dict[str, Any]]
     ensemble_: Ensemble
     columns_: Columns | None
+    conditioned_: ConditionedMembers | None
     novelty_: EnsembleNovelty | None
     kept_apart_: list[Any] | None
 
@@ -214,6 +216,7 @@ class TableEstimator(Parameters, BaseEstimator):
             self.num_rows_seen_ = float(weights.sum())
             is_start = is_warm and len(self.ensemble_) == self.ensemble_size
             start = self._copy(self.ensemble_) if is_start else None
+            self.conditioned_ = None
             self._fit_rows(self._rows(X, y, weights), start)
         return self
 
@@ -229,12 +232,28 @@ class TableEstimator(Parameters, BaseEstimator):
             self.ensemble_ = (
                 self._build(self.ensemble_size, seed) if is_first else self._copy(self.ensemble_)
             )
-            self.kept_apart_ = self.novelty_ = None
+            self.kept_apart_ = self.novelty_ = self.conditioned_ = None
             self.num_rows_seen_ += float(weights.sum())
             rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
             plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
             plan = replace(plan, learning_rate=0.1 * plan.learning_rate)
             self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
+        return self
+
+    def _condition(self, X: Any, y: Any, sample_weight: Any, forget: float) -> Any:
+        """Condition the last layers on these rows; the networks stay as they are."""
+        with self._unchanged_by_failure():
+            X, y, weights = self._validated(X, y, sample_weight, is_first=False, min_rows=1)
+            if not (weights == 1).all():
+                raise ValueError(
+                    "`sample_weight` must be left out, because rows that condition the last layer "
+                    "count once each. Pass `update_network=True` for rows with weights."
+                )
+            rows = self._rows(X, y, weights)
+            known = self.__dict__.get("conditioned_")  # old files have none
+            known = ConditionedMembers(self._copy(self.ensemble_)) if known is None else known
+            self.conditioned_ = known.updated(rows.x, rows.y, forget)
+            self.num_rows_seen_ = forget * self.num_rows_seen_ + len(X)
         return self
 
     @contextmanager
@@ -273,7 +292,13 @@ class TableEstimator(Parameters, BaseEstimator):
         return read_estimator(path, {cls.__name__: cls}, max_bytes)[0]
 
     def _validated(
-        self, X: Any, y: Any, sample_weight: Any, is_first: bool, classes: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        is_first: bool,
+        classes: Any = None,
+        min_rows: int = 2,
     ) -> tuple[Array, Array, Array]:
         """Inputs, targets and weights of the rows whose weight is not zero.
 
@@ -286,7 +311,7 @@ class TableEstimator(Parameters, BaseEstimator):
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = self._validated_inputs(X, is_first, least_rows=2)
+        X = self._validated_inputs(X, is_first, min_rows)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -490,7 +515,8 @@ class TableEstimator(Parameters, BaseEstimator):
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
-        learned = self.__dict__.get("novelty_") if novelty else None  # old files have none
+        conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
+        learned = self.__dict__.get("novelty_") if novelty else None
         if learned is not None:
             learned = with_own_tensors(learned, device).double()
             numbers = max(numbers, len(learned.members[0].root))
@@ -501,7 +527,10 @@ class TableEstimator(Parameters, BaseEstimator):
             with torch.no_grad():
                 features = ensemble.features(torch.from_numpy(x).to(device))
                 leverages = [] if learned is None else [learned.leverage(features)]
-                yield ensemble, ensemble.moments_from(features), leverages
+                if conditioned is None:
+                    yield ensemble, ensemble.moments_from(features), leverages
+                else:
+                    yield ensemble, conditioned.moments(ensemble, features), leverages
 
 
 def _check_shape(frame: pd.DataFrame, least_rows: int) -> None:

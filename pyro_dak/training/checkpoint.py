@@ -208,6 +208,7 @@ def load(
     guide: Callable[[DAK], nn.Module] | None = None,
     device: str | torch.device = "cpu",
     max_bytes: int = MAX_BYTES,
+    features: Callable[[Any], Tensor] | None = None,
 ) -> Loaded:
     """Model and guide from a directory written by `save`, on `device`, in eval mode.
 
@@ -218,6 +219,7 @@ def load(
         device: the device to put them on.
         max_bytes: the most bytes that the files may have, and the most memory that the description
             may ask for beyond its weights. By default each is 4 GiB.
+        features: the function from the output of the network to features, for a model that has one.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it. Nothing is allocated for weights
@@ -232,7 +234,7 @@ def load(
     with blaming(path / _CONFIG):
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_sizes(config, shapes, max_bytes, feature_extractor, guide is not None)
-        model, made = rebuild(config, feature_extractor, guide)
+        model, made = rebuild(config, feature_extractor, guide, features)
         load_module_tensors(model, made, tensors)
         for name, tensor in model.state_dict().items():
             check_has_values(name, tensor)

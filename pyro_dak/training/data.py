@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,71 +34,60 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from pyro_dak.model.batches import Unpacking
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
+from pyro_dak.model.inputs import check_inputs
 from pyro_dak.model.latent_sites import known_sites
+from pyro_dak.model.missing import check_observed_values, is_observed
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, check_parts, num_rows, parts, split, take, to_device
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_finite, check_floating, check_has_values, check_integer
+from pyro_dak.validation import check_integer
+
+if TYPE_CHECKING:
+    from pyro_dak.training.held_out import HeldOut
 
 __all__ = [
     "Data",
+    "Epochs",
     "LoaderData",
     "ResidentData",
+    "check_data",
+    "check_shared",
     "data_differences",
     "fingerprint",
-    "hold_out",
+    "generators_of",
+    "loader_fingerprint",
     "rewound",
+    "share_generators",
+    "started",
     "training_data",
 ]
 
 # Inputs, targets, and how many rows of the data set each row stands for in an average batch, N / B:
 # a number for all rows, or a tensor `(n,)` or `(E, n)`.
-Batch = tuple[Tensor, Tensor, float | Tensor]
+Batch = tuple[Inputs, Tensor, float | Tensor]
 
-
+_AS_PAIRS = Unpacking()
 _MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS = 256, 2**20
 
 
-def _is_pair(data: Any) -> bool:
-    """Whether data are (x, y) themselves, and not batches of them."""
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        return False
-    return not any(isinstance(part, tuple | list) and len(part) == 2 for part in data)
-
-
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    """x and y of a batch of a loader, or an error."""
-    parts = tuple(batch[:2]) if isinstance(batch, tuple | list) else ()
-    if len(parts) != 2 or not all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
-        raise TypeError(
-            f"every batch of `data` must be a pair (x, y) of tensors; got {type(batch).__name__}."
-        )
-    return parts
-
-
-def _check_data(model: DAK, x: object, y: object, name: str = "data") -> tuple[Tensor, Tensor]:
+def check_data(model: DAK, x: Any, y: object, name: str = "data") -> tuple[Inputs, Tensor]:
     """x and y as tensors that fit the model, or an error that says what does not fit."""
-    check_floating(f"{name} x", x)
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise TypeError(f"`{name} y` must be a torch.Tensor; got {type(y).__name__}.")
-    check_has_values(f"{name} x", x)
-    if x.dim() < 2:
-        raise ValueError(f"`{name} x` must have shape (N, ...); got {tuple(x.shape)}.")
-    if len(x) != len(y):
-        raise ValueError(f"`{name}` must have one y per x; got {len(x)} and {len(y)} rows.")
-    if len(x) == 0:
+    check_parts(f"{name} x", x)
+    if not isinstance(y, Tensor) or y.dim() == 0:
+        got = "a single number" if isinstance(y, Tensor) else type(y).__name__
+        raise TypeError(f"`{name} y` must be a torch.Tensor with an entry per row; got {got}.")
+    if num_rows(x) != len(y):
+        raise ValueError(f"`{name}` must have one y per x; got {num_rows(x)} and {len(y)} rows.")
+    if len(y) == 0:
         raise ValueError(f"`{name}` has no rows.")
-    dtype = model.layer.log_unit_scale.dtype
-    if x.dtype != dtype:
-        raise TypeError(
-            f"`{name} x` must have the dtype of the model, {dtype}; got {x.dtype}. Convert it."
-        )
-    check_finite(f"{name} x", x)
+    check_inputs(model, x, f"{name} x")
     y = model.likelihood.check_targets(y, model.num_outputs)
     if y.is_floating_point():
-        y = y.to(dtype)
-    model.likelihood.check_values(y, model.num_outputs)
+        y = y.to(model.layer.log_unit_scale.dtype)
+    check_observed_values(model.likelihood, y, model.num_outputs)
     return x, y
 
 
@@ -116,6 +105,7 @@ def fingerprint(**tensors: Tensor) -> dict[str, Any]:
         num_sampled = max(1, min(N, _MAX_SAMPLED_ROWS, _MAX_SAMPLED_NUMBERS // max(D, 1)))
         index = torch.linspace(0, N - 1, num_sampled, dtype=torch.float64).round().long()
         rows = tensor[index.to(tensor.device)].detach().reshape(num_sampled, D).double().cpu()
+        rows = rows.nan_to_num(0.0)  # missing targets
         frequency = torch.arange(1, 5, dtype=torch.float64).unsqueeze(-1)
         u, v = (frequency * torch.arange(size) for size in (num_sampled, D))  # (4, n), (4, D)
         size = float(rows.abs().max()) if rows.numel() else 0.0
@@ -129,7 +119,8 @@ def fingerprint(**tensors: Tensor) -> dict[str, Any]:
 
 def _row_of_largest(values: Tensor) -> int:
     rows = values.reshape(len(values), -1)
-    return int(torch.maximum(rows.amax(1), -rows.amin(1)).argmax())
+    rows = rows.nan_to_num(0.0) if values.is_floating_point() else rows  # missing targets
+    return int(torch.maximum(rows.amax(1).double(), -rows.amin(1).double()).argmax())
 
 
 def data_differences(then: Any, now: dict[str, Any]) -> Iterator[str]:
@@ -165,16 +156,16 @@ class ResidentData:
         num_data: what the rows count in all, which the loss divides by: N, or the sum of weights.
         batches_per_epoch: T.
         epoch_weight: the sum of B_t / B over an epoch, T.
-        held_out: rows (x, y) that are scored, if there are any.
+        held_out: rows that are scored, if there are any.
     """
 
-    held_out: tuple[Tensor, Tensor] | None = None
+    held_out: "HeldOut | None" = None
 
     generators: Sequence[torch.Generator] = ()
 
     def __init__(
         self,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         batch_size: int,
         rank: int = 0,
@@ -182,36 +173,39 @@ class ResidentData:
         weights: Tensor | None = None,
     ):
         check_integer("batch_size", batch_size, minimum=1)
+        N = num_rows(x)
         self.x, self.y, self.weights = x, y, weights
-        self.num_rows = len(x)
-        self.num_data: int | Tensor = len(x) if weights is None else weights.sum(-1)
-        self.batches_per_epoch = self.epoch_weight = -(-len(x) // batch_size)
-        if len(x) // self.batches_per_epoch < world_size:
+        self.num_rows = N
+        self.num_data: int | Tensor = N if weights is None else weights.sum(-1)
+        self.batches_per_epoch = self.epoch_weight = -(-N // batch_size)
+        if N // self.batches_per_epoch < world_size:
             raise ValueError(
                 f"`batch_size` must give each of the {world_size} processes a row; got batches of "
-                f"{len(x) // self.batches_per_epoch} rows."
+                f"{N // self.batches_per_epoch} rows."
             )
         self.rank, self.world_size = rank, world_size
 
-    def sample(self) -> tuple[Tensor, Tensor]:
+    def sample(self) -> tuple[Any, Tensor]:
         """Some rows from all over the data, and those with the largest numbers."""
         index = torch.linspace(0, self.num_rows - 1, min(self.num_rows, _MAX_SAMPLED_ROWS)).long()
-        rows = {int(i) for i in index} | {_row_of_largest(part) for part in (self.x, self.y)}
-        chosen = torch.tensor(sorted(rows), device=self.x.device)
-        return self.x[chosen], self.y[chosen]
+        tensors = [*parts(self.x).values(), self.y]
+        rows = {int(i) for i in index} | {_row_of_largest(part) for part in tensors}
+        chosen = torch.tensor(sorted(rows), device=self.y.device)
+        return take(self.x, chosen), self.y[chosen]
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must have in common; see `fingerprint`."""
-        return fingerprint(x=self.x, y=self.y) | _held_out_fingerprint(self.held_out)
+        own = fingerprint(**parts(self.x), y=self.y)
+        return own if self.held_out is None else own | self.held_out.fingerprint()
 
     def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on, in an order that `generator` draws."""
-        order = torch.randperm(self.num_rows, generator=generator).to(self.x.device)
+        order = torch.randperm(self.num_rows, generator=generator).to(self.y.device)
         scale: float | Tensor = float(self.batches_per_epoch * self.world_size)
         for batch in order.tensor_split(self.batches_per_epoch)[start:]:
             own = batch[self.rank :: self.world_size] if self.world_size > 1 else batch
             rows = scale if self.weights is None else self.weights[..., own] * scale
-            yield self.x[own], self.y[own], rows
+            yield take(self.x, own), self.y[own], rows
 
 
 class LoaderData:
@@ -229,10 +223,10 @@ class LoaderData:
         average_size: B; if R or T is not known, the size of the first batch, which serves as well,
             since it is one factor of all steps.
         generators: the loader's own, which checkpoints keep.
-        held_out: rows (x, y) that are scored, if there are any.
+        held_out: rows that are scored, if there are any.
     """
 
-    held_out: tuple[Tensor, Tensor] | None = None
+    held_out: "HeldOut | None" = None
 
     def __init__(
         self,
@@ -242,25 +236,22 @@ class LoaderData:
         device: torch.device,
         rank: int = 0,
         world_size: int = 1,
+        unpacking: Unpacking = _AS_PAIRS,
     ):
         if isinstance(loader, Iterator):
             raise TypeError(
                 "`data` must be iterable anew for each epoch; got an iterator, which is spent "
                 "after one. Give a DataLoader, a list of batches, or tensors."
             )
-        if world_size > 1 and any(isinstance(p, DistributedSampler) for p in _parts(loader)):
-            raise ValueError(
-                "`data` must yield the same batches in every process, of which `fit` gives each "
-                "process its rows; got a DistributedSampler, which would leave most rows out. Use "
-                "a loader without."
-            )
-        self.generators = _generators(loader)
+        check_shared("data", loader, world_size)
+        self.generators = generators_of(loader)
         self.rows_per_epoch: int | None = None
         self.has_own_count = num_data is None  # N comes from what the loader yields
         if num_data is None:
-            num_data, self.rows_per_epoch = _count_rows(loader, self.generators)
+            num_data, self.rows_per_epoch = _count_rows(loader, self.generators, unpacking)
         check_integer("num_data", num_data, minimum=1)
         self.loader, self.model, self.device = loader, model, device
+        self.unpacking = unpacking
         self.num_rows = self.num_data = num_data
         try:
             self.batches_per_epoch: int | None = len(loader)  # type: ignore[arg-type]
@@ -286,19 +277,21 @@ class LoaderData:
         The rows are sampled in a list of batches and in a `TensorDataset`; those of other data sets
         may come out otherwise each time, so that only their number, shapes and dtypes are known.
         """
-        in_memory = _loader_fingerprint(self.loader) | _held_out_fingerprint(self.held_out)
+        in_memory = loader_fingerprint(self.loader, self.unpacking)
+        if self.held_out is not None:
+            in_memory |= self.held_out.fingerprint()
         return {"rows per epoch": self.rows_per_epoch} | self.row | in_memory
 
-    def first(self) -> tuple[Tensor, Tensor]:
+    def first(self) -> tuple[Inputs, Tensor]:
         """A first batch; what is not known of an epoch is estimated from it."""
         with rewound(self.generators):
             batch = next(iter(self.loader), None)
         if batch is None:
             raise ValueError("`data` yields no batch.")
-        x, y = _check_data(self.model, *_pair(batch), "batch")
-        self.average_size = self.average_size or len(x)
-        self.batches_per_epoch = self.batches_per_epoch or -(-self.num_rows // len(x))
-        for name, part in (("x", x), ("y", y)):
+        x, y = check_data(self.model, *self.unpacking.pair(batch), "batch")
+        self.average_size = self.average_size or len(y)
+        self.batches_per_epoch = self.batches_per_epoch or -(-self.num_rows // len(y))
+        for name, part in (parts(x) | {"y": y}).items():
             self.row[f"a row of {name}"] = f"{part.dtype} {tuple(part.shape[1:])}"
         return x, y
 
@@ -307,31 +300,27 @@ class LoaderData:
 
         What the loader draws to shuffle comes from `generator` and is the same in every process.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-            batches = iter(self.loader)
-            first = next(batches, None)  # a sampler draws its order here
-        if first is None:
-            raise ValueError("`data` yields no batch.")
-        self.average_size = self.average_size or len(first[0])
+        seed = int(torch.randint(2**31, (), generator=generator))
+        pairs = map(self.unpacking.pair, started(self.loader, seed))
+        first = next(pairs)
+        self.average_size = self.average_size or len(first[1])
         scale = self.num_rows * self.world_size / self.average_size
         own = slice(self.rank, None, self.world_size)
         self.rows_seen = number = 0
-        for number, batch in enumerate(chain([first], batches), start=1):
-            pair = _pair(batch)
-            self.rows_seen += len(pair[0])
+        for number, pair in enumerate(chain([first], pairs), start=1):
+            self.rows_seen += len(pair[1])
             if number <= start:
                 continue
-            x, y = _check_data(self.model, *pair, "batch")
-            if len(x) < self.world_size:
+            x, y = check_data(self.model, *pair, "batch")
+            if len(y) < self.world_size:
                 raise ValueError(
                     f"every batch needs a row for each of the {self.world_size} processes; got "
-                    f"{len(x)}. Use drop_last=True or another batch size."
+                    f"{len(y)}. Use drop_last=True or another batch size."
                 )
-            yield x[own].to(self.device), y[own].to(self.device), scale
+            yield to_device(take(x, own), self.device), y[own].to(self.device), scale
         self._check_epoch(number)
 
-    def inputs(self, seed: int) -> Iterator[Tensor]:
+    def inputs(self, seed: int) -> Iterator[Inputs]:
         """The inputs of one more epoch, batch by batch, all rows in every process.
 
         What is drawn comes from the seed, and leaves the generators as they were.
@@ -374,12 +363,34 @@ def _parts(loader: object) -> list[Any]:
     return [part for part in [*parts, getattr(parts[3], "sampler", None)] if part is not None]
 
 
-def _loader_fingerprint(loader: Any) -> dict[str, Any]:
+def check_shared(name: str, loader: object, world_size: int) -> None:
+    """Raise if a loader gives each of several processes other batches."""
+    if world_size > 1 and any(isinstance(p, DistributedSampler) for p in _parts(loader)):
+        raise ValueError(
+            f"`{name}` must yield the same batches in every process, of which `fit` gives each "
+            "process its rows; got a DistributedSampler, which would leave most rows out. Use "
+            "a loader without."
+        )
+
+
+def started(loader: Iterable[Any], seed: int, name: str = "data") -> Iterator[Any]:
+    """The batches of a loader; what it draws to shuffle comes from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        batches = iter(loader)
+        first = next(batches, None)  # a sampler draws its order here
+    if first is None:
+        raise ValueError(f"`{name}` yields no batch.")
+    return chain([first], batches)
+
+
+def loader_fingerprint(loader: Any, unpacking: Unpacking) -> dict[str, Any]:
     """Shapes and samples of what a loader holds in memory."""
     tensors: dict[str, Any] = {}
     if isinstance(loader, list | tuple):
         for i in sorted({round(k * (len(loader) - 1) / 7) for k in range(8)}):
-            tensors |= {f"x in batch {i}": loader[i][0], f"y in batch {i}": loader[i][1]}
+            x, y = unpacking.pair(loader[i])
+            tensors |= parts(x, f"x in batch {i}") | {f"y in batch {i}": y}
     for part in _parts(loader):
         while isinstance(part, Subset):
             tensors[f"subset {len(tensors)}"] = part.indices
@@ -393,13 +404,7 @@ def _loader_fingerprint(loader: Any) -> dict[str, Any]:
     return fingerprint(**{name: torch.as_tensor(value) for name, value in tensors.items()})
 
 
-def _held_out_fingerprint(rows: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
-    if rows is None:
-        return {}
-    return fingerprint(**{"validation x": rows[0], "validation y": rows[1]})
-
-
-def _generators(loader: object) -> list[torch.Generator]:
+def generators_of(loader: object) -> list[torch.Generator]:
     """The generators of a loader, its data set and its samplers, each once."""
     found = [v for part in _parts(loader) for v in getattr(part, "__dict__", {}).values()]
     return [*{id(value): value for value in found if isinstance(value, torch.Generator)}.values()]
@@ -417,7 +422,9 @@ def rewound(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _count_rows(loader: Any, generators: Sequence[torch.Generator]) -> tuple[int, int]:
+def _count_rows(
+    loader: Any, generators: Sequence[torch.Generator], unpacking: Unpacking
+) -> tuple[int, int]:
     """N and R of a loader, from its sampler; an error with the reason where nobody can know.
 
     They differ for samplers that shuffle: `drop_last` and `num_samples` change how many rows an
@@ -425,25 +432,25 @@ def _count_rows(loader: Any, generators: Sequence[torch.Generator]) -> tuple[int
     epoch shows it.
     """
     if isinstance(loader, list | tuple):
-        num_rows = sum(len(_pair(batch)[0]) for batch in loader)
-        return num_rows, num_rows
+        total = sum(len(unpacking.pair(batch)[1]) for batch in loader)
+        return total, total
     dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
     if batches is None or isinstance(dataset, IterableDataset):
         if getattr(loader, "batch_size", 1) is None:
             _ask("the items of its data set are whole batches (batch_size=None)")
         try:
-            num_rows = len(dataset)  # type: ignore[arg-type]
+            total = len(dataset)  # type: ignore[arg-type]
         except TypeError:
             _ask("its data set has no length")
-        num_rows -= num_rows % loader.batch_size if getattr(loader, "drop_last", False) else 0
-        return num_rows, num_rows
+        total -= total % loader.batch_size if getattr(loader, "drop_last", False) else 0
+        return total, total
     if type(batches) is not BatchSampler:
         try:
             with rewound(generators):
-                num_rows = sum(map(len, islice(batches, len(batches))))
+                total = sum(map(len, islice(batches, len(batches))))
         except TypeError:
             _ask(f"its batch sampler ({type(batches).__name__}) has no length")
-        return num_rows, num_rows
+        return total, total
     sampler: Any = batches.sampler
     try:
         per_epoch = len(sampler)
@@ -464,20 +471,44 @@ def _ask(reason: str) -> NoReturn:
 Data = ResidentData | LoaderData
 
 
+@runtime_checkable
+class Epochs(Protocol):
+    """What one more pass over all rows asks of data."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set."""
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """What draws the order of rows."""
+
+    def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on."""
+
+
 def training_data(
-    model: DAK, data: Any, plan: Plan, num_data: int | None, fabric: Any
-) -> tuple[Data, Tensor, tuple[Tensor, Tensor]]:
+    model: DAK,
+    data: Any,
+    plan: Plan,
+    num_data: int | None,
+    fabric: Any,
+    unpacking: Unpacking = _AS_PAIRS,
+) -> tuple[Data, Inputs, tuple[Any, Tensor]]:
     """`ResidentData` for tensors and fixed features, `LoaderData` for others.
 
     With it come some inputs of the network, and some rows (x, y) of batches as the loss sees them.
     """
     device, share = fabric.device, (fabric.global_rank, fabric.world_size)
-    if _is_pair(data):
+    if (pair := unpacking.of_tensors(data)) is not None:
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")
-        inputs, y = _check_data(model, *data)
-        x = _features(model, inputs, device) if plan.fixed_features else inputs
-        resident = ResidentData(x.to(device), y.to(device), plan.batch_size, *share)
+        inputs, y = check_data(model, *pair)
+        observed = is_observed(model.likelihood, y)
+        if observed is not None and not bool(observed.any()):
+            raise ValueError("`data y` must hold targets; all of them are missing.")
+        x = _features(model, inputs, device) if plan.fixed_features else to_device(inputs, device)
+        resident = ResidentData(x, y.to(device), plan.batch_size, *share)
         return resident, inputs, resident.sample()
     if not isinstance(data, Iterable):
         raise TypeError(
@@ -485,14 +516,13 @@ def training_data(
             f"got {type(data).__name__}."
         )
     if not plan.fixed_features:
-        loader = LoaderData(data, num_data, model, device, *share)
-        for generator in loader.generators:  # the same batches in every process
-            generator.set_state(fabric.broadcast(generator.get_state()))
+        loader = LoaderData(data, num_data, model, device, *share, unpacking)
+        share_generators(loader.generators, fabric)
         x, y = loader.first()
-        return loader, x, (x.to(device), y.to(device))
+        return loader, x, (to_device(x, device), y.to(device))
     first, features, targets = None, [], []
     for batch in data:
-        x, y = _check_data(model, *_pair(batch), "batch")
+        x, y = check_data(model, *unpacking.pair(batch), "batch")
         first = x if first is None else first
         features.append(_features(model, x, device))
         targets.append(y.to(device))
@@ -507,40 +537,14 @@ def training_data(
     return resident, first, resident.sample()
 
 
-def _features(model: DAK, x: Tensor, device: torch.device) -> Tensor:
+def share_generators(generators: Sequence[torch.Generator], fabric: Any) -> None:
+    """Let a loader have the same batches in every process."""
+    for generator in generators:
+        generator.set_state(fabric.broadcast(generator.get_state()))
+
+
+def _features(model: DAK, x: Inputs, device: torch.device) -> Tensor:
     """What `model.embed` takes, of all rows; the network runs in eval mode, once per row."""
     module = model.feature_extractor
     with explaining(model, x), evaluating(module), known_sites(model, for_y=False):
-        return torch.cat([model.features(part.to(device)) for part in x.split(1024)])
-
-
-def hold_out(
-    model: DAK, data: Any, validation: Any, seed: int, fabric: Any
-) -> tuple[Any, tuple[Tensor, Tensor] | None]:
-    """Training data, and held-out rows that are checked and on the device, or None without any.
-
-    `validation` is a pair (x, y), a share of the rows of `data`, which `seed` chooses, or None.
-    """
-    if validation is None:
-        return data, None
-    if isinstance(validation, int | float):
-        if not 0 < validation < 1:
-            raise ValueError(f"`validation` must be a share between 0 and 1; got {validation}.")
-        if not _is_pair(data):
-            raise ValueError("`validation` as a share needs tensors; give a pair (x, y) instead.")
-        x, y = _check_data(model, *data)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        num_held_out = max(1, round(validation * len(x)))
-        if num_held_out >= len(x):
-            raise ValueError(f"`validation`={validation} of {len(x)} rows leaves none to train on.")
-        held_out, kept = order[:num_held_out], order[num_held_out:]
-        data, validation = (x[kept], y[kept]), (x[held_out], y[held_out])
-    if not _is_pair(validation):
-        raise TypeError(
-            "`validation` must be a pair (x, y) or a share of the rows between 0 and 1; "
-            f"got {type(validation).__name__}."
-        )
-    x, y = _check_data(model, validation[0], validation[1], "validation")
-    if len(x) < fabric.world_size:
-        raise ValueError(f"`validation` needs a row for each of {fabric.world_size} processes.")
-    return data, (x.to(fabric.device), y.to(fabric.device))
+        return torch.cat([model.features(to_device(part, device)) for part in split(x, 1024)])

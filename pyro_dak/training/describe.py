@@ -23,6 +23,15 @@ from pyro_dak.inference import guides
 from pyro_dak.model import likelihoods, priors
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating, local_parameters, with_own_tensors
+from pyro_dak.model.rows import (
+    Inputs,
+    RowShape,
+    blank_rows,
+    checked_row_shape,
+    device_of,
+    num_bytes,
+    num_rows,
+)
 from pyro_dak.prediction.novelty import Novelty
 from pyro_dak.validation import check_integer, check_positive
 
@@ -95,15 +104,17 @@ def rebuild(
     description: Description,
     feature_extractor: nn.Module | None = None,
     guide_fn: Callable[[DAK], nn.Module] | None = None,
+    features: Callable[[Any], Tensor] | None = None,
 ) -> tuple[DAK, nn.Module]:
     """The model and the guide that `describe` described, with fresh weights, in eval mode.
 
-    `feature_extractor` and `guide_fn` give those that were stored as weights only.
+    `feature_extractor` and `guide_fn` give those that were stored as weights only, and `features`
+    the function that was not stored.
     """
     dtype = _look_up("dtype", description["dtype"], _DTYPES)
     shape = _input_shape(description)
     with torch.random.fork_rng(devices=[]):
-        model = _build_model(description["model"], feature_extractor)
+        model = _build_model(description["model"], feature_extractor, features)
         model.novelty = _novelty(description, model)
         model.to(dtype).eval()
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
@@ -112,7 +123,7 @@ def rebuild(
                 example = torch.zeros(2, model.num_input_units or 1, dtype=dtype)
                 set_up_guide(guide, model, example)
         elif shape is not None:
-            set_up_guide(guide, model, torch.zeros(2, *shape, dtype=dtype))
+            set_up_guide(guide, model, blank_rows(shape, 2, model.layer.log_unit_scale))
         elif getattr(guide, "prototype_trace", 0) is None:
             name = type(guide).__name__
             raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
@@ -123,11 +134,12 @@ def rebuild(
 @contextmanager
 def _without_network(model: DAK) -> Iterator[None]:
     """The model with features of zero: listed layers have no latent sites to learn of."""
-    network, model.feature_extractor = model.feature_extractor, _Zeros(model.feature_dim)
+    network, features_fn = model.feature_extractor, model.features_fn
+    model.feature_extractor, model.features_fn = _Zeros(model.feature_dim), None
     try:
         yield
     finally:
-        model.feature_extractor = network
+        model.feature_extractor, model.features_fn = network, features_fn
 
 
 class _Zeros(nn.Module):
@@ -177,7 +189,7 @@ def check_sizes(
     num_factors = 1 if kernel.is_fixed_number else model.num_units
     needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M * num_factors)
     if feature_extractor is not None:
-        needed += 16 * math.prod(_input_shape(description) or ())
+        needed += 2 * num_bytes(_input_shape(description) or ())
     if has_own_guide:
         needed += 16 * num_latent
     if needed > max_bytes:
@@ -229,11 +241,9 @@ def _novelty(description: Description, model: DAK) -> Novelty | None:
     return Novelty.room_for(model, num_rows)
 
 
-def _input_shape(description: Description) -> tuple[int, ...] | None:
+def _input_shape(description: Description) -> RowShape | None:
     shape = description["input_shape"]
-    for size in shape or ():
-        check_integer("input_shape", size, minimum=0)
-    return None if shape is None else tuple(shape)
+    return None if shape is None else checked_row_shape("input_shape", shape)
 
 
 def _describe_network(network: nn.Module) -> Description | None:
@@ -288,6 +298,7 @@ def _describe_model(model: DAK) -> Description:
         },
         "linear_term": model.layer.linear_term,
         "input_units": model.num_input_units,
+        "has_features_fn": model.features_fn is not None,
         **route,
     }
 
@@ -308,10 +319,19 @@ def _describe_kernel(kernel: kernels.Kernel) -> Description:
     return description
 
 
-def _build_model(description: Description, feature_extractor: nn.Module | None = None) -> DAK:
+def _build_model(
+    description: Description,
+    feature_extractor: nn.Module | None = None,
+    features: Callable[[Any], Tensor] | None = None,
+) -> DAK:
     """The model of a description, with fresh weights."""
     network = _network(description, feature_extractor)
-    model = DAK(network, **_model_arguments(description))
+    if description.get("has_features_fn") and features is None:
+        raise ValueError(
+            "the model has a function from the output of its network to features, which was not "
+            "stored; pass it as `features`"
+        )
+    model = DAK(network, **_model_arguments(description), features=features)
     for name, value in description["scaling_options"].items():
         _look_up("option of the scaling", name, dict.fromkeys(_SCALING_OPTIONS))
         if name != "eps" or value != 0:
@@ -338,6 +358,7 @@ def _model_arguments(description: Description) -> dict[str, Any]:
     arguments = dict(description)
     for name in ("feature_extractor", "scaling_options"):
         del arguments[name]
+    arguments.pop("has_features_fn", None)  # earlier versions had none
     arguments["bounds"] = tuple(arguments["bounds"])
     kernel = dict(arguments["kernel"])
     if isinstance(kernel.get("lengthscale"), dict):
@@ -385,17 +406,17 @@ def _guide_arguments(description: Description) -> tuple[Any, dict[str, Any]]:
     return _look_up("guide", name, _GUIDES), options
 
 
-def set_up_guide(guide: nn.Module, model: DAK, example: Tensor) -> None:
+def set_up_guide(guide: nn.Module, model: DAK, example: Inputs) -> None:
     """Let an autoguide of Pyro, which is built lazily, learn the latent sites from a dry run.
 
     The targets must be given: an unobserved `y` would count as one more latent site.
     """
     if getattr(guide, "prototype_trace", 0) is not None:
         return
-    y = model.likelihood.placeholder_targets(len(example), model.num_outputs)
+    y = model.likelihood.placeholder_targets(num_rows(example), model.num_outputs)
     with evaluating(model), local_parameters(guide), torch.enable_grad():
-        guide(example, y.to(example.device))
-    guide.to(example.device)
+        guide(example, y.to(device_of(example)))
+    guide.to(device_of(example))
 
 
 def differences(then: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -21,12 +21,15 @@ from pyro_dak.inference.objectives import (
     JensenELBO,
     LocalReparamELBO,
 )
+from pyro_dak.model.batches import Unpacking
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.inputs import check_model, check_network
 from pyro_dak.model.latent_sites import check_sites
 from pyro_dak.model.likelihoods import GaussianLikelihood
+from pyro_dak.model.missing import Missing, with_missing
 from pyro_dak.model.modes import local_parameters
+from pyro_dak.model.rows import Inputs, device_of, num_rows, row_shape, take, to_device
 from pyro_dak.prediction.novelty import (
     MAX_REFERENCE_ROWS,
     features_of,
@@ -34,8 +37,9 @@ from pyro_dak.prediction.novelty import (
     novelty_of_features,
 )
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
-from pyro_dak.training.data import Data, ResidentData, hold_out, training_data
+from pyro_dak.training.data import Data, ResidentData, training_data
 from pyro_dak.training.describe import set_up_guide
+from pyro_dak.training.held_out import hold_out
 from pyro_dak.training.loop import Run, frozen, seeded
 from pyro_dak.training.natural import NaturalLoss, build_learner
 from pyro_dak.training.optimizers import Schedule
@@ -82,10 +86,13 @@ def fit(
     weight_decay: float = 0.0,
     decay_last_layer: bool = False,
     clip_norm: float | None = 10.0,
-    validation: tuple[Tensor, Tensor] | float | None = None,
+    validation: Any = None,
     patience: int | None = None,
     fixed_features: bool = False,
     num_data: int | None = None,
+    target: str | None = None,
+    unpack: Callable[[Any], Any] | None = None,
+    missing: Missing | None = None,
     callbacks: Sequence[Callable[[int, dict[str, float]], None]] = (),
     compile: bool = False,
     final_pass: bool | None = None,
@@ -114,7 +121,10 @@ def fit(
 
     Args:
         guide: a guide of the model's sites.
-        data: a pair of tensors (x, y), kept on the device, or an iterable of batches (x, y).
+        data: a pair of tensors (x, y), kept on the device, or an iterable of batches (x, y). An x
+            is a tensor, or a tuple or dictionary of tensors, which the network gets as its
+            arguments (see `pyro_dak.model.rows`). A dictionary of tensors with `target` is a pair
+            too.
         objective: an ELBO, or a name (see `build_objective`).
         epochs: passes over the data.
         batch_size: rows per step, over all processes; ignored for an iterable.
@@ -130,13 +140,20 @@ def fit(
         weight_decay: weight decay of the network.
         decay_last_layer: whether weight decay acts on guide, scales and noise too.
         clip_norm: bound of the norm of the gradient of the loss per datum, or None.
-        validation: a pair (x, y), or the share of the training rows to hold out.
+        validation: a pair (x, y), a loader of batches like those of `data`, which is read for each
+            score, or the share of the training rows to hold out.
         patience: number of epochs without a better validation score after which training stops and
             goes back to the best weights.
         fixed_features: whether to train embedding and last layer on features that are computed
             once; the extractor stays as it is.
         num_data: rows in all, for an iterable that does not say. A `DataLoader` says it by its
             sampler: the rows that it draws from if it shuffles, else those of an epoch.
+        target: the entry of dictionaries that is y, such as "labels"; the others are x.
+        unpack: a function from a batch to (x, y), for batches that are neither a pair nor a
+            dictionary, such as `lambda batch: ((batch[0], batch[1]), batch[2])`.
+        missing: what marks targets that are missing, of training and of held-out rows: "nan", or
+            for class labels an integer such as -100. They do not count in the likelihood: of a row
+            with several outputs those that are there count.
         callbacks: called after each epoch with its number and its row of the history.
         compile: whether to compile the loss; where that fails, it warns and goes on without.
         final_pass: whether a `NaturalGuide` takes its posterior from one more pass over all rows at
@@ -182,7 +199,10 @@ def fit(
     for callback in callbacks:
         check_kind("callbacks", callback, Callable, "functions of epoch and row")
     if patience is not None and validation is None:
-        raise ValueError("`patience` needs `validation`: a pair (x, y), or a share like 0.1.")
+        raise ValueError(
+            "`patience` needs `validation`: a pair (x, y), a loader, or a share like 0.1."
+        )
+    unpacking = Unpacking(target, unpack)
     plan = Plan(
         epochs=epochs,
         batch_size=batch_size,
@@ -210,29 +230,31 @@ def fit(
         seeded(plan.seed + fabric.global_rank, fabric.device),
         local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),
+        with_missing(model.likelihood, missing),
     ):
         model.to(fabric.device)
         guide.to(fabric.device)
-        data, held_out = hold_out(model, data, validation, plan.seed, fabric)
-        batches, first, rows = training_data(model, data, plan, num_data, fabric)
+        data, held_out = hold_out(model, data, validation, plan.seed, fabric, unpacking)
+        batches, first, rows = training_data(model, data, plan, num_data, fabric, unpacking)
         batches.held_out = held_out
         if not fixed_features:  # whose network has run already
             check_network(model, first)
             _warn_if_statistics_move(model.feature_extractor)
-        model.input_shape = model.input_shape or tuple(first.shape[1:])
+        model.input_shape = model.input_shape or row_shape(first)
         with explaining(model, guide=guide):
-            set_up_guide(guide, model, first[:2].to(fabric.device))
+            set_up_guide(guide, model, to_device(take(first, slice(2)), fabric.device))
             if isinstance(elbo, AnalyticELBO):
                 check_sites(model, first)
         loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
                 check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
-        score_fn = None if held_out is None else partial(loss.score, *held_out, fabric)
+        score_fn = None if held_out is None else partial(loss.score, held_out)
         model.calibration = model.novelty = None  # they belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)
+        is_synchronized = model.scaling.is_synchronized
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
             history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
@@ -243,7 +265,7 @@ def fit(
             if evaluate and history.status != "interrupted":
                 history.final = loss.evaluate(batches, fabric, plan.seed)
         finally:
-            model.scaling.is_synchronized = False
+            model.scaling.is_synchronized = is_synchronized
             model.eval()
             guide.eval()
         if novelty and history.status != "interrupted":
@@ -266,7 +288,7 @@ def _warn_if_statistics_move(network: nn.Module) -> None:
 
 
 def _learn_novelty(
-    model: DAK, guide: nn.Module, batches: Data, first: Tensor, plan: Plan, progress: bool
+    model: DAK, guide: nn.Module, batches: Data, first: Inputs, plan: Plan, progress: bool
 ) -> None:
     """Learn how the training rows look; every process does it alike, for all rows.
 
@@ -275,16 +297,18 @@ def _learn_novelty(
     try:
         if plan.fixed_features and isinstance(batches, ResidentData):
             features, rows = batches.x, first
-            if len(rows) == len(features):  # tensors: in a random order, as below
-                order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+            assert isinstance(features, Tensor)
+            if num_rows(rows) == len(features):  # tensors: in a random order, as below
+                order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
                 features = features[order.to(features.device)]
-                rows = rows[order[:MAX_REFERENCE_ROWS].to(rows.device)]
-            rows = rows.to(features.device)
+                rows = take(rows, order[:MAX_REFERENCE_ROWS].to(device_of(rows)))
+            rows = to_device(rows, features.device)
         elif isinstance(batches, ResidentData):
             features, rows = features_of(model, in_random_order(batches.x), progress)
         else:
             features, rows = features_of(model, batches.inputs(plan.seed), progress)
-        held_out = None if batches.held_out is None else batches.held_out[0]
+        kept = batches.held_out
+        held_out = None if kept is None else kept.sample(MAX_REFERENCE_ROWS)
         model.novelty = novelty_of_features(model, guide, features, rows, held_out)
     except NotImplementedError:
         return  # its network samples, and `predict` refuses it in so many words

@@ -28,7 +28,10 @@ from tqdm.auto import tqdm
 from pyro_dak.fast.compiling import Compiled
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, like_model, take
 from pyro_dak.prediction import ClassPrediction, predict
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
@@ -41,6 +44,7 @@ from pyro_dak.training.checkpoint import (
 )
 from pyro_dak.training.data import Batch, Data, data_differences, rewound
 from pyro_dak.training.describe import describe, differences
+from pyro_dak.training.held_out import HeldOut
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import History, Plan, TrainingError
 
@@ -80,7 +84,7 @@ class Learner:
         return self.forward(*batch)
 
     def forward(
-        self, x: Tensor, y: Tensor, scale: float | Tensor, num_data: int | Tensor
+        self, x: Inputs, y: Tensor, scale: float | Tensor, num_data: int | Tensor
     ) -> tuple[Any, ...]:
         """The loss of one batch per datum, a scalar, and its terms `(num_terms,)`, loss first.
 
@@ -167,7 +171,7 @@ class DAKLoss(nn.Module, Learner):
             setattr(self, self.compiled_method, Compiled(getattr(self, self.compiled_method)))
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, y: Tensor, scale: float, num_data: int
+        self, x: Inputs, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor]:
         """The loss of one batch per datum, and loss, expected log-likelihood and KL, `(3,)`.
 
@@ -175,7 +179,7 @@ class DAKLoss(nn.Module, Learner):
         """
         weight = scale * len(y) / num_data
         if isinstance(self.elbo, AnalyticELBO):
-            h = self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
+            h = self.unit_inputs(x)
             guide: Any = self.guide  # the objective checks that it is Gaussian
             terms = self.elbo.terms_from_units(self.model, guide, h, y, num_data)
             loss, parts = terms.kl - terms.expected_log_lik, [*terms]
@@ -186,6 +190,10 @@ class DAKLoss(nn.Module, Learner):
         with torch.no_grad():
             means = torch.stack([loss, *parts]).mul_(weight / num_data)
         return loss * (weight / num_data), means
+
+    def unit_inputs(self, x: Any) -> Tensor:
+        """h of a batch, `(N, P)`."""
+        return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
 
     def _from_features(self, x: Tensor, y: Tensor, num_data: float) -> Tensor:
         return self.model.observe(self.model.embed(x), y, num_data)
@@ -222,30 +230,49 @@ class DAKLoss(nn.Module, Learner):
         """
         # The class's own: a compiled one would be compiled once more, for eval mode.
         forward: Any = partial(DAKLoss.forward, self)
-        dtype, device = self.model.layer.log_unit_scale.dtype, fabric.device
+        like, device = self.model.layer.log_unit_scale, fabric.device
         totals = torch.zeros(self.num_terms, dtype=torch.float64, device=device)
         with evaluating(self), seeded(seed + fabric.global_rank, device), rewound(data.generators):
             for x, y, scale in data.epoch(torch.Generator().manual_seed(seed), 0):
-                y = y.to(dtype) if y.is_floating_point() else y
-                totals += forward(x.to(dtype), y, scale, data.num_rows)[1]
+                rows = like_model(x, like), like_model(y, like)
+                totals += forward(*rows, scale, data.num_rows)[1]
         means = fabric.all_reduce(totals / data.epoch_weight, reduce_op="mean").tolist()
         return self.history_row(means, data.num_rows)
 
-    def score(self, x: Tensor, y: Tensor, fabric: Any) -> tuple[Tensor, dict[str, float]]:
+    def score(self, held_out: HeldOut) -> tuple[Tensor, dict[str, float]]:
         """Scores of held-out rows, of which each process takes its share; a `ScoreFn`."""
-        own = slice(fabric.global_rank, None, fabric.world_size)
-        x, y = x[own].to(self.model.layer.log_unit_scale.dtype), y[own]
-        prediction = predict(self.model, self.guide, x, novelty=False, progress=False)
-        if isinstance(prediction, ClassPrediction):
-            name, fit = "val_accuracy", (prediction.label == y).double()
-        else:
-            name, fit = "val_rmse", (prediction.mean - y).double().square().mean(-1)
-        log_prob = prediction.log_prob(y).double()
-        sums = torch.stack([log_prob.sum(), fit.sum(), torch.ones_like(fit).sum()])
-        total_log_prob, total_fit, num_rows = fabric.all_reduce(sums, reduce_op="sum").tolist()
-        nlpd, mean_fit = -total_log_prob / num_rows, total_fit / num_rows
-        entries = {"val_nlpd": nlpd, name: math.sqrt(mean_fit) if name == "val_rmse" else mean_fit}
-        return torch.tensor([[nlpd]], dtype=torch.float64), entries
+        like, fabric = self.model.layer.log_unit_scale, held_out.fabric
+        has_classes = isinstance(self.model.likelihood, CategoricalLikelihood)
+        totals = torch.zeros(4, dtype=torch.float64, device=fabric.device)
+        for x, y in held_out.batches():
+            x, y = self._scored(x, y)
+            if len(y) == 0:  # a short batch has no row for some processes
+                continue
+            prediction = predict(
+                self.model, self.guide, like_model(x, like), novelty=False, progress=False
+            )
+            if isinstance(prediction, ClassPrediction):
+                fit = (prediction.label == y).double()
+            else:
+                fit = (prediction.mean - y).double().square()
+                fit = fit[~fit.isnan()]  # without missing targets
+            log_prob = prediction.log_prob(y).double()
+            numbers = [log_prob.sum(), fit.sum(), len(y), fit.numel()]
+            totals += torch.stack([torch.as_tensor(n, device=y.device) for n in numbers])
+        log_prob, fit, num_rows, num_fits = fabric.all_reduce(totals, reduce_op="sum").tolist()
+        if num_rows == 0:
+            raise ValueError("`validation` must hold targets; all of them are missing.")
+        nlpd, mean_fit = -log_prob / num_rows, fit / num_fits
+        entry = {"val_accuracy": mean_fit} if has_classes else {"val_rmse": math.sqrt(mean_fit)}
+        return torch.tensor([[nlpd]], dtype=torch.float64), {"val_nlpd": nlpd, **entry}
+
+    def _scored(self, x: Any, y: Tensor) -> tuple[Any, Tensor]:
+        """The rows that have a target."""
+        observed = is_observed(self.model.likelihood, y)
+        if observed is None:
+            return x, y
+        rows = observed.reshape(len(y), -1).any(-1).nonzero().squeeze(-1)
+        return take(x, rows), y[rows]
 
 
 def _one_process(device: torch.device) -> Any:

@@ -27,13 +27,14 @@ from pyro_dak.inference.natural import (
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.modes import evaluating
+from pyro_dak.model.rows import Inputs, like_model
 from pyro_dak.training.checkpoint import is_finite
-from pyro_dak.training.data import Data, rewound
+from pyro_dak.training.data import Epochs, rewound
 from pyro_dak.training.loop import DAKLoss, seeded
 from pyro_dak.training.plan import TrainingError
 from pyro_dak.validation import check_integer, check_positive, check_real
 
-__all__ = ["NaturalLoss", "build_learner"]
+__all__ = ["NaturalLoss", "are_finite", "build_learner", "over_processes"]
 
 # Of the unit inputs that are kept to find their statistics.
 _MAX_NUMBERS = 2**27
@@ -80,7 +81,7 @@ class NaturalLoss(DAKLoss):
         self.gathering = Gathering()
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, y: Tensor, scale: float, num_data: int
+        self, x: Inputs, y: Tensor, scale: float, num_data: int
     ) -> tuple[Tensor, Tensor, _Unrounded]:
         """As in `DAKLoss`, with what the batch says about q, in sums over its rows."""
         guide: Any = self.guide
@@ -94,9 +95,9 @@ class NaturalLoss(DAKLoss):
             means = torch.stack([loss, expected, kl]).mul_(weight / num_data)
         return loss * (weight / num_data), means, _Unrounded(rows.sums(self.model, guide))
 
-    def batch_terms(self, x: Tensor, y: Tensor, *weights: Tensor) -> tuple[Tensor, BatchRows]:
+    def batch_terms(self, x: Inputs, y: Tensor, *weights: Tensor) -> tuple[Tensor, BatchRows]:
         """`expected_and_rows` of a batch; all that depends on x, which can be compiled."""
-        h = self._unit_inputs(x)
+        h = self.unit_inputs(x)
         elbo: Any = self.elbo
         guide: Any = self.guide
         return expected_and_rows(elbo, self.model, guide, h, y, *weights)
@@ -104,8 +105,8 @@ class NaturalLoss(DAKLoss):
     def after_step(self, seen: _Unrounded, num_rows: int, num_data: int, fabric: Any) -> None:
         """Move q by the batch; every process adds up the sums of all and takes the same step."""
         guide: Any = self.guide
-        sums, total = _over_processes(seen.sums, num_rows, fabric)
-        if not _is_mixed_half(fabric) or _are_finite(sums):  # else the optimisers skip it too
+        sums, total = over_processes(seen.sums, num_rows, fabric)
+        if not _is_mixed_half(fabric) or are_finite(sums):  # else the optimisers skip it too
             self.gathering.add(self.model, guide, sums, total, num_data)
         else:
             self.gathering.skip(guide, total, num_data)
@@ -162,7 +163,7 @@ class NaturalLoss(DAKLoss):
         if not all(is_finite(value) for value in tensors.values()):
             raise ValueError("the sums over the last rows are not finite, or of another guide")
 
-    def renew(self, data: Data, fabric: Any, seed: int) -> None:
+    def renew(self, data: Epochs, fabric: Any, seed: int) -> None:
         """Take q from a pass over all rows, in eval mode, with the network as it is now.
 
         During training q is an average over features of several epochs, in training mode. Here it
@@ -188,33 +189,27 @@ class NaturalLoss(DAKLoss):
                 "cannot be inverted. Scale the inputs, raise the noise, or pass `final_pass=False`."
             )
 
-    def _renew_scaling(self, data: Data, fabric: Any, seed: int) -> None:
+    def _renew_scaling(self, data: Epochs, fabric: Any, seed: int) -> None:
         """Set the statistics of the scaling to those of all rows, or of the first 2^27 numbers."""
         scaling, seen = self.model.scaling, list[Tensor]()
-        if isinstance(scaling, NoScaling):
+        if isinstance(scaling, NoScaling) or scaling.is_frozen:
             return
         num_left = _MAX_NUMBERS // scaling.num_units
         hook = scaling.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        dtype = self.model.layer.log_unit_scale.dtype
+        like = self.model.layer.log_unit_scale
         try:
             with evaluating(self.model), rewound(data.generators):
-                for x, _, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
+                for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
                     if num_left > 0:
-                        self._unit_inputs(x.to(dtype))
-                        num_left -= len(x)
+                        self.unit_inputs(like_model(x, like))
+                        num_left -= len(y)
         finally:
             hook.remove()
-        with torch.no_grad():
-            first, second = scaling.batch_statistics(torch.cat(seen).to(scaling.first.dtype))
-            scaling.first.copy_(first)
-            scaling.second.copy_(second)
+        scaling.take_statistics(torch.cat(seen))
 
-    def _unit_inputs(self, x: Tensor) -> Tensor:
-        return self.model.embed(x) if self.from_features else self.model.unit_inputs(x)
-
-    def _sums_over(self, data: Data, fabric: Any, seed: int) -> tuple[RowSums, float]:
+    def _sums_over(self, data: Epochs, fabric: Any, seed: int) -> tuple[RowSums, float]:
         """What all rows of all processes say about q, in eval mode, and how many they are."""
-        dtype = self.model.layer.log_unit_scale.dtype
+        like = self.model.layer.log_unit_scale
         guide: Any = self.guide
         sums, num_rows = None, 0
         with (
@@ -223,15 +218,15 @@ class NaturalLoss(DAKLoss):
             rewound(data.generators),
         ):
             for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
-                y = y.to(dtype) if y.is_floating_point() else y
                 # The class's own: a compiled one would be compiled once more, for eval mode.
-                weights = guide.fixed_weights(self.model.layer, dtype)
-                _, rows = NaturalLoss.batch_terms(self, x.to(dtype), y, *weights)
+                weights = guide.fixed_weights(self.model.layer, like.dtype)
+                batch = like_model(x, like), like_model(y, like)
+                _, rows = NaturalLoss.batch_terms(self, *batch, *weights)
                 own = rows.sums(self.model, guide, may_round=False)
                 sums = own if sums is None else sums.plus(own)
                 num_rows += len(y)
         assert sums is not None
-        return _over_processes(sums, num_rows, fabric)
+        return over_processes(sums, num_rows, fabric)
 
 
 def build_learner(
@@ -247,7 +242,7 @@ def build_learner(
     return DAKLoss(model, guide, objective, from_features, compile)
 
 
-def _over_processes(sums: RowSums, num_rows: int, fabric: Any) -> tuple[RowSums, float]:
+def over_processes(sums: RowSums, num_rows: int, fabric: Any) -> tuple[RowSums, float]:
     """The sums over the rows of all processes, and how many rows these are."""
     if fabric.world_size == 1:
         return sums, float(num_rows)
@@ -264,5 +259,6 @@ def _is_mixed_half(fabric: Any) -> bool:
     return getattr(precision, "scaler", None) is not None
 
 
-def _are_finite(sums: RowSums) -> bool:
+def are_finite(sums: RowSums) -> bool:
+    """Whether a step by these sums leaves q finite."""
     return bool((sums.gradient.sum() + sums.curvature.sum()).isfinite())

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_dak.model.dak import DAK
+from pyro_dak.model.missing import is_observed
 from pyro_dak.model.priors import Prior
+from pyro_dak.model.rows import Inputs, like_model, parts
 from pyro_dak.training.loop import DAKLoss
 from pyro_dak.training.plan import TrainingError
 
@@ -21,7 +23,7 @@ _NARROW, _EMPTY = 1e-2, 1e-6
 _REMEDY = "Bring inputs and targets to about unit scale"
 
 
-def check_start(loss: DAKLoss, x: Tensor, y: Tensor, num_data: int, is_sample: bool = True) -> None:
+def check_start(loss: DAKLoss, x: Inputs, y: Tensor, num_data: int, is_sample: bool = True) -> None:
     """Raise TrainingError, or warn, if rows have a scale that the model cannot be trained on.
 
     The loss of the rows and its gradient are computed as a step would do it, and must be finite.
@@ -30,9 +32,13 @@ def check_start(loss: DAKLoss, x: Tensor, y: Tensor, num_data: int, is_sample: b
     Running statistics and random state are as before after it.
     """
     model, seen = loss.model, list[Tensor]()
-    dtype, device = model.layer.log_unit_scale.dtype, x.device
-    x, y = x.to(dtype), y.to(dtype) if y.is_floating_point() else y
-    largest = f"the largest |x| is {_largest(x):.3g} and the largest |y| {_largest(y):.3g}"
+    like = model.layer.log_unit_scale
+    dtype, device = like.dtype, like.device
+    x, y = like_model(x, like), like_model(y, like)
+    observed = is_observed(model.likelihood, y)
+    known = y if observed is None else y[observed]
+    size = max(map(_largest, parts(x).values()))
+    largest = f"the largest |x| is {size:.3g} and the largest |y| {_largest(known):.3g}"
     parameters = [p for p in loss.parameters() if p.requires_grad]
     if not parameters:  # the loop says so
         return
@@ -57,10 +63,11 @@ def check_start(loss: DAKLoss, x: Tensor, y: Tensor, num_data: int, is_sample: b
         hook.remove()
         for buffer, before in buffers:
             buffer.copy_(before)
-    if seen and 0 < _largest(x) < 1e-3 and bool((x != x[:1]).any()):
+    differ = any(bool((part != part[:1]).any()) for part in parts(x).values())
+    if seen and 0 < size < 1e-3 and differ:
         _check_units(model, seen[0], largest, is_sample)
     if hasattr(model.likelihood, "noise_scale") and not model.has_shrinkage:
-        _check_targets(model, y, largest, is_sample)
+        _check_targets(model, known, largest, is_sample)
 
 
 def _check_units(model: DAK, h: Tensor, largest: str, is_sample: bool) -> None:
@@ -96,7 +103,7 @@ def _tell(what: str, largest: str, is_refused: bool) -> None:
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.abs().max())
+    return float(values.double().abs().max()) if values.numel() else 0.0
 
 
 def _root_mean_square(values: Tensor) -> float:

@@ -173,6 +173,29 @@ def test_a_group_of_one_process_gives_the_statistics_of_the_batch(name, tmp_path
     assert_close(in_group, alone)
 
 
+@pytest.mark.parametrize("is_synchronized", [None, True, False])
+def test_processes_share_statistics_in_training_steps_unless_told_otherwise(
+    is_synchronized, monkeypatch
+):
+    scaling = build_scaling("standardize", 2, BOUNDS)
+    scaling.is_synchronized = is_synchronized
+    assert scaling.spans_processes() == (is_synchronized is True)  # there is one process
+    monkeypatch.setattr("pyro_dak.additive.scaling.num_processes", lambda: 2)
+    assert scaling.spans_processes() == (is_synchronized is not False)
+    assert scaling.eval().spans_processes() == (is_synchronized is True)
+
+
+@pytest.mark.parametrize("name", ["minmax", "standardize"])
+def test_frozen_statistics_serve_in_training_steps_and_stay(name):
+    scaling, h = trained(name), torch.randn(6, 2)
+    before = {key: value.clone() for key, value in scaling.state_dict().items()}
+    expected = scaling.eval()(h)
+    scaling.train().is_frozen = True
+    assert torch.equal(scaling(h), expected)
+    assert torch.equal(scaling(h[:2]), expected[:2])
+    assert all(torch.equal(value, before[key]) for key, value in scaling.state_dict().items())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_round_trip(name):
     scaling = trained(name)

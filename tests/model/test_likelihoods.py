@@ -43,6 +43,20 @@ def test_y_given_f_has_one_batch_entry_per_row(name):
     assert distribution.sample().shape == (4, *y.shape)
 
 
+@likelihoods
+def test_log_prob_is_that_of_the_distribution_with_its_gradient(name):
+    likelihood = LIKELIHOODS[name]()
+    f = torch.randn(4, N, likelihood.num_functions(C), requires_grad=True)
+    y = scenarios.targets(likelihood, N, C)
+    own, expected = likelihood.log_prob(y, f), likelihood.distribution(f).log_prob(y)
+    assert_close(own, expected)
+    inputs = (f, *likelihood.parameters())
+    weights = torch.randn(4, N)
+    gradients = (torch.autograd.grad(rows, inputs, weights) for rows in (own, expected))
+    for first, second in zip(*gradients, strict=True):
+        assert_close(first, second)
+
+
 @pytest.mark.parametrize("name", ["gaussian", "heteroscedastic", "poisson"])
 @pytest.mark.parametrize("rank", [None, 2])
 def test_expected_log_prob_equals_monte_carlo(name, rank):

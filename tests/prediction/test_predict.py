@@ -384,7 +384,7 @@ def test_a_drawn_function_is_the_same_at_every_call_and_in_any_batch():
 
 def test_bad_inputs_are_refused(no_type_checker):
     model, guide, x = make()
-    with pytest.raises(TypeError, match="floating dtype"):
+    with pytest.raises(ValueError, match=r"as before, floating \(3,\); got .* torch.int64"):
         predict(model, guide, x.long())
     with pytest.raises(TypeError, match="dtype of the model"):
         predict(model, guide, x.float())
@@ -731,6 +731,19 @@ def test_other_uses_of_a_model_by_eight_threads_are_those_of_one(guide):
         found = list(pool.map(lambda i: uses[i % 4](), range(64)))
     for i, value in enumerate(found):
         assert_close(value, expected[i % 4])
+
+
+def test_drawn_functions_have_gradients_and_take_batches():
+    case = scenarios.make(num_outputs=2)
+    case.model.input_shape = (2,)
+    draws = sample_functions(case.model, case.guide, 3)
+    x = torch.randn(4, 5, 2, requires_grad=True)
+    values = draws(x)
+    assert values.shape == (3, 4, 5, 2)
+    assert_close(draws(x[1].detach()), values[:, 1].detach())
+    assert torch.autograd.gradcheck(draws, x)
+    assert torch.autograd.gradcheck(draws[0], x)
+    assert not draws(x.detach()).requires_grad
 
 
 class CorrelatedLikelihood(Likelihood):

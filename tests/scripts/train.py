@@ -2,7 +2,7 @@
 
 python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
                 [--kill-in-write N] [--interrupt-at-step N] [--signal NAME] [--only-rank R]
-                [--objective NAME] [--guide NAME] [--compile]
+                [--objective NAME] [--guide NAME] [--compile] [--parts]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pyro_dak import (
     DAK,
@@ -34,16 +35,33 @@ def tell(what: dict[str, Any]) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())
 
 
+class Joined(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, first: Tensor, others: Tensor) -> Tensor:
+        return self.network(torch.cat([first.unsqueeze(-1), others], -1))
+
+
 def train(model: DAK, guide: nn.Module, x: Tensor, y: Tensor, args: Any) -> History:
+    validation: Any = (x[:11], y[:11])
+    if args.parts:  # inputs of two parts, and a loader of odd batches that are scored
+        x = {"first": x[:, 0], "others": x[:, 1:]}
+        rows = [{name: part[i] for name, part in x.items()} | {"y": y[i]} for i in range(11)]
+        validation = DataLoader(rows, batch_size=5, shuffle=True)
     return fit(
         model,
         guide,
         (x, y),
+        target="y" if args.parts else None,
         objective=args.objective,
         epochs=5,
         batch_size=20,
         seed=7,
-        validation=(x[:11], y[:11]),
+        validation=validation,
         patience=3,
         checkpoint_dir=args.checkpoints,
         resume_from=args.checkpoints if args.resume else None,
@@ -66,6 +84,7 @@ def main() -> None:
     parser.add_argument("--objective", default="local")
     parser.add_argument("--guide", default="mean_field")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -74,6 +93,7 @@ def main() -> None:
     y = x.sin().sum(-1, keepdim=True) + 0.1 * torch.randn(101, 1)
     dropout = 0.0 if args.objective == "closed_form" else 0.1
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4))
+    network = Joined(network) if args.parts else network
     is_natural = args.guide == "natural"
     likelihood = GaussianLikelihood(0.5) if is_natural else HeteroscedasticLikelihood()
     model = DAK(network, 4, num_units=3, level=3, likelihood=likelihood)

@@ -76,11 +76,14 @@ def bad_data() -> dict[str, tuple[object, type[Exception], str]]:
         "inf in y": ((x, inf), ValueError, "1 infinite"),
         "no rows": ((x[:0], y[:0]), ValueError, "has no rows"),
         "lengths": ((x, y[:-1]), ValueError, "60 and 59 rows"),
-        "integers": ((x.long(), y), TypeError, "floating dtype"),
+        "integers": ((x.long(), y), ValueError, "must fit `feature_extractor`.*int64 on cpu"),
+        "complex": ((x.cfloat(), y), TypeError, "dtype of the model.*complex64"),
         "dtype": ((x.float(), y), TypeError, "dtype of the model"),
         "columns": ((x, y.expand(-1, 2)), ValueError, r"shape \(N, 1\)"),
         "no tensor": ((x, [1.0] * 60), TypeError, "must be a torch.Tensor"),
         "one axis": ((x[:, 0], y), ValueError, r"shape \(N, ...\)"),
+        "one number as x": ((x[0, 0], y), ValueError, "got 0 and 60 rows"),
+        "one number as y": ((x, y[0, 0]), TypeError, "an entry per row; got a single number"),
         "no data": (3, TypeError, "pair"),
     }
 

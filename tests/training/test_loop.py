@@ -313,16 +313,29 @@ def test_a_compiler_that_fails_in_the_backward_pass_falls_back_too():
 COMPILED_ONCE = """
 import functools, torch
 from torch import nn
-from pyro_dak import DAK, ClosedFormELBO, MeanFieldGuide
+from pyro_dak import (
+    DAK, BernoulliLikelihood, CategoricalLikelihood, GaussianLikelihood, MeanFieldGuide,
+    StudentTLikelihood,
+)
+from pyro_dak.training import build_objective
 from pyro_dak.training.loop import DAKLoss
 
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
-network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
-model = DAK(network, 4, num_units=2)
-loss = DAKLoss(model, MeanFieldGuide(model), ClosedFormELBO(), compile=True).train()
-for _ in range(3):
-    loss(torch.randn(50, 3), torch.randn(50, 1), 1.0, 50)[0].backward()
-assert dict(torch._dynamo.utils.counters["frames"]) == {"total": 1, "ok": 1}
+targets = {
+    GaussianLikelihood: torch.randn(50, 1),
+    StudentTLikelihood: torch.randn(50, 1),
+    BernoulliLikelihood: torch.randint(0, 2, (50, 1)).float(),
+    CategoricalLikelihood: torch.randint(0, 3, (50,)),
+}
+for number, (kind, y) in enumerate(targets.items(), start=1):
+    network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    num_outputs = 3 if kind is CategoricalLikelihood else 1
+    model = DAK(network, 4, num_units=2, num_outputs=num_outputs, likelihood=kind())
+    guide = MeanFieldGuide(model)
+    loss = DAKLoss(model, guide, build_objective("auto", model, guide), compile=True).train()
+    for _ in range(3):
+        loss(torch.randn(50, 3), y, 1.0, 50)[0].backward()
+    assert dict(torch._dynamo.utils.counters["frames"]) == {"total": number, "ok": number}, kind
 assert not torch._dynamo.utils.counters["graph_break"]
 """
 

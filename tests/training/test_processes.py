@@ -1,12 +1,15 @@
 """Runs in processes of their own: killed, interrupted, and several at once."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -97,9 +100,10 @@ def test_two_processes_equal_one(tmp_path, alone, launch):
     assert_equal_to(alone, tmp_path / "out.safetensors", launch=launch)
 
 
-def test_two_processes_with_a_natural_guide_equal_one(tmp_path):
-    alone = run_alone(tmp_path, "--guide", "natural")
-    assert_equal_to(alone, tmp_path / "two.safetensors", "--guide", "natural", launch=TORCHRUN)
+@pytest.mark.parametrize("arguments", [("--guide", "natural"), ("--parts",)])
+def test_two_processes_with_another_guide_or_inputs_equal_one(tmp_path, arguments):
+    alone = run_alone(tmp_path, *arguments)
+    assert_equal_to(alone, tmp_path / "two.safetensors", *arguments, launch=TORCHRUN)
 
 
 def assert_equal_to(alone, out, *arguments, launch):
@@ -113,3 +117,28 @@ def assert_equal_to(alone, out, *arguments, launch):
         assert_close(part["rows"], history["rows"], atol=1e-8, rtol=1e-8)
         assert_close(part["final"], history["final"], atol=1e-8, rtol=1e-8)
     assert len(histories(result)) == 2
+
+
+HEAD_SCRIPT = Path(__file__).parents[1] / "scripts" / "train_head.py"
+
+
+def train_heads(directory, launch=(sys.executable,)) -> list[dict[str, Tensor]]:
+    """What each process of a loop of one's own ends with."""
+    command = [*launch, str(HEAD_SCRIPT), str(directory / "head")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HEAD_SCRIPT.parents[2])}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [safetensors.torch.load_file(path) for path in sorted(directory.glob("head-*"))]
+
+
+def test_a_loop_of_ones_own_in_two_processes_equals_one(tmp_path):
+    (tmp_path / "one").mkdir()
+    (one,) = train_heads(tmp_path / "one")
+    first, second = train_heads(tmp_path, launch=TORCHRUN)
+    for name, tensor in one.items():
+        if not name.startswith("alone."):
+            assert_close(first[name], tensor, atol=1e-8, rtol=1e-8, msg=name)
+            assert torch.equal(first[name], second[name]), name
+        else:  # these were told to know nothing of other processes, and had other rows
+            assert torch.equal(first[name], tensor), name
+    assert (first["alone.mean"] != second["alone.mean"]).any()

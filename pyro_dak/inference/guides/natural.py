@@ -34,7 +34,16 @@ from pyro_dak.inference.guides.joint import TrilGuide, design_moments, flat_prio
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
-from pyro_dak.validation import check_choice, check_integer, check_kind, check_real
+from pyro_dak.model.rows import Inputs
+from pyro_dak.validation import (
+    check_choice,
+    check_finite,
+    check_floating,
+    check_has_values,
+    check_integer,
+    check_kind,
+    check_real,
+)
 
 __all__ = ["Covariance", "NaturalGuide", "RowSums"]
 
@@ -67,6 +76,7 @@ class RowSums(NamedTuple):
         mean_curvature: the sum of the mean of k over functions, likewise.
         squares: the sum of E_q (y - f)^2, of all outputs or of each, `(C,)`, if a noise scale is to
             be learned from it.
+        num_squares: how many squares these are, in the same shape, if targets may be missing.
     """
 
     gradient: Tensor
@@ -75,6 +85,7 @@ class RowSums(NamedTuple):
     steepest: Tensor | None = None
     mean_curvature: Tensor | None = None
     squares: Tensor | None = None
+    num_squares: Tensor | None = None
 
     def from_nodes(self, layer: AdditiveLayer) -> "RowSums":
         """The sums for the design of the weights, from those for the design of node values."""
@@ -164,6 +175,31 @@ class NaturalGuide(TrilGuide):
         """The state without what follows from mean and precision, which is made when needed."""
         empty = dict[str, Any](_roots={}, _inverses={}, _moment=None, _of_moment={})
         return {**self.__dict__, **empty}
+
+    @torch.no_grad()
+    def set_parameters(self, mean: Tensor, precision: Tensor) -> None:
+        """Set the means `(F, K)` and the precisions, in the shape of `precision`.
+
+        For covariance "joint" or "shared"; the precisions must be positive definite.
+        """
+        if self.covariance == "diagonal":
+            raise NotImplementedError(
+                'With covariance="diagonal" means and precisions belong together; use "joint".'
+            )
+        for name, value in (("mean", mean), ("precision", precision)):
+            own = self._buffers[name]
+            assert own is not None
+            check_floating(name, value)
+            check_has_values(name, value)
+            check_finite(name, value)
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"`{name}` must have shape {tuple(own.shape)}; got {tuple(value.shape)}."
+                )
+        if bool(torch.linalg.cholesky_ex(precision.to(self.precision)).info.any()):
+            raise ValueError("`precision` must be positive definite.")
+        self.mean.copy_(mean)
+        self.precision.copy_(precision)
 
     # q as a distribution
 
@@ -559,7 +595,7 @@ class NaturalGuide(TrilGuide):
 
     @torch.no_grad()
     def update(
-        self, model: DAK, x: Tensor, y: Tensor, *, forget: float = 1.0, num_steps: int = 20
+        self, model: DAK, x: Inputs, y: Tensor, *, forget: float = 1.0, num_steps: int = 20
     ) -> None:
         """Condition q on more rows, without those that it knows; the features stay as they are.
 
@@ -627,7 +663,7 @@ class NaturalGuide(TrilGuide):
         self.num_rows.add_(len(y))
 
     @torch.no_grad()
-    def downdate(self, model: DAK, x: Tensor, y: Tensor) -> None:
+    def downdate(self, model: DAK, x: Inputs, y: Tensor) -> None:
         """Take rows out of q again, for a Gaussian likelihood: the inverse of `update`.
 
         Noise and features must be those with which the rows came in.

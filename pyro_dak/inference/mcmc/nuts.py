@@ -30,6 +30,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import evaluating
 from pyro_dak.model.priors import PriorLike, site_prior, sites_inside
+from pyro_dak.model.rows import Inputs
 from pyro_dak.validation import check_finite, check_integer, check_positive, check_probability
 
 __all__ = ["MCMCRun", "run_hmc", "run_nuts"]
@@ -112,7 +113,7 @@ class MCMCRun(Draws):
 
 def run_nuts(
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     num_samples: int = 500,
     warmup_steps: int = 500,
@@ -164,7 +165,7 @@ def run_nuts(
 
 def run_hmc(
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     num_samples: int = 500,
     warmup_steps: int = 500,
@@ -191,7 +192,7 @@ def run_hmc(
 def _run(
     kernel_fn: Callable[..., Any],
     model: DAK,
-    x: Tensor,
+    x: Inputs,
     y: Tensor,
     num_samples: int,
     warmup_steps: int,
