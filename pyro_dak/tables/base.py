@@ -52,7 +52,7 @@ __all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 # With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
 _NUM_FOLDS = 5
-# The number of rows that are computed at a time, and how many numbers of q(f) they may have.
+# The number of rows that are computed at a time, and the features or numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
@@ -515,6 +515,7 @@ class TableEstimator(Parameters, BaseEstimator):
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
+        numbers = max(numbers, len(ensemble) * ensemble.model.feature_dim)
         conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
         learned = self.__dict__.get("novelty_") if novelty else None
         if learned is not None:
