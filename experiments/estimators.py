@@ -24,7 +24,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from experiments import peers
+from experiments import table_peers
 from experiments.datasets import load_regression
 from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
@@ -190,12 +190,12 @@ def build(name: str, seed: int, epochs: int | None) -> Any:
         "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),
         "nn": lambda: MLPRegressor(1, False, seed, epochs),
         "mv5": lambda: MLPRegressor(5, True, seed, epochs),
-        "es5": lambda: peers.EarlyStoppedEnsemble(
+        "es5": lambda: table_peers.EarlyStoppedEnsemble(
             lambda input_dim, seed: StackedMLP(input_dim, 5, True, seed), seed, epochs
         ),
     }
     trees = {} if epochs is None else {"trees": epochs}
-    makers |= {peer: partial(kind, seed, **trees) for peer, kind in peers.PEERS.items()}
+    makers |= {peer: partial(kind, seed, **trees) for peer, kind in table_peers.PEERS.items()}
     check_choice("model", name, makers)
     return makers[name]()
 

@@ -1,164 +1,104 @@
-"""What else people use on tables, behind the interface of `DAKRegressor`: `fit` and `predict_dist`.
-
-They need the extra `peers` (`pip install -e '.[peers]'`), except the deep ensemble. Boosted trees
-stop early on a tenth of the rows, and so do the members of the deep ensemble, each on another.
-"""
+"""Simple peers that several experiments compare with: an ensemble of networks in one pass."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.model_selection import KFold, train_test_split
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_dak.diagnostics.arviz import import_optional
-from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
-from pyro_dak.tables.predictive import StudentPrediction
-from pyro_dak.tables.rows import (
-    Rows,
-    default_batch_size,
-    default_epochs,
-    held_out_rows,
-    without,
-)
-
-__all__ = ["PEERS", "CatBoost", "EarlyStoppedEnsemble", "LightGBM", "NGBoost"]
-
-# The most trees, and after how many without a better score no more are added.
-_TREES, _PATIENCE = 2000, 50
+__all__ = ["NetworkEnsemble"]
 
 
-def _normal(mean: Any, var: Any) -> StudentPrediction:
-    mean, var = np.asarray(mean, dtype=np.float64), np.asarray(var, dtype=np.float64)
-    return StudentPrediction(mean, np.zeros_like(mean), np.maximum(var, 1e-12))
+class NetworkEnsemble(nn.Module):
+    """Networks of two hidden layers, trained together from different starts; double precision.
 
-
-class LightGBM:
-    """Two boosted models: one of the mean, and one of the logarithm of the squared residual.
-
-    The residuals are out of fold. The variance is scaled so that they have the right size.
-    """
-
-    def __init__(self, seed: int, trees: int = _TREES):
-        self.seed, self.trees = seed, trees
-
-    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train on all rows, and on five folds for the residuals."""
-        residuals = np.empty(len(y))
-        for rows, test in KFold(5, shuffle=True, random_state=self.seed).split(x):
-            residuals[test] = y[test] - self._boosted(x[rows], y[rows]).predict(x[test])
-        self.mean = self._boosted(x, y)
-        floor = 1e-6 * np.mean(residuals**2) + 1e-300
-        self.log_var = self._boosted(x, np.log(residuals**2 + floor))
-        self.factor = np.mean(residuals**2 / np.exp(self.log_var.predict(x)))
-
-    def _boosted(self, x: np.ndarray, y: np.ndarray) -> Any:
-        lightgbm = import_optional("lightgbm")
-        x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
-        settings = {"objective": "regression", "learning_rate": 0.05, "num_leaves": 15}
-        settings |= {"seed": self.seed, "num_threads": 1, "verbose": -1}
-        return lightgbm.train(
-            settings,
-            lightgbm.Dataset(x, y),
-            self.trees,
-            valid_sets=[lightgbm.Dataset(x_val, y_val)],
-            callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False)],
-        )
-
-    def predict_dist(self, x: np.ndarray) -> StudentPrediction:
-        """A normal distribution for each row."""
-        return _normal(self.mean.predict(x), self.factor * np.exp(self.log_var.predict(x)))
-
-
-class CatBoost:
-    """Boosted trees of mean and variance: the loss `RMSEWithUncertainty`."""
-
-    def __init__(self, seed: int, trees: int = _TREES):
-        self.seed, self.trees = seed, trees
-
-    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train on nine tenths of the rows; the others say when to stop."""
-        x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
-        self.model = import_optional("catboost").CatBoostRegressor(
-            loss_function="RMSEWithUncertainty",
-            iterations=self.trees,
-            random_seed=self.seed,
-            thread_count=1,
-            verbose=False,
-            allow_writing_files=False,
-        )
-        self.model.fit(x, y, eval_set=(x_val, y_val), early_stopping_rounds=_PATIENCE)
-
-    def predict_dist(self, x: np.ndarray) -> StudentPrediction:
-        """A normal distribution for each row."""
-        mean, var = self.model.predict(x).T
-        return _normal(mean, var)
-
-
-class NGBoost:
-    """Boosted trees of the parameters of a normal distribution, by natural gradients."""
-
-    def __init__(self, seed: int, trees: int = _TREES):
-        self.seed, self.trees = seed, trees
-
-    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train on nine tenths of the rows; the others say when to stop."""
-        x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
-        self.model = import_optional("ngboost").NGBRegressor(
-            n_estimators=self.trees, random_state=self.seed, verbose=False
-        )
-        self.model.fit(x, y, X_val=x_val, Y_val=y_val, early_stopping_rounds=_PATIENCE)
-
-    def predict_dist(self, x: np.ndarray) -> StudentPrediction:
-        """A normal distribution for each row."""
-        parameters = self.model.pred_dist(x).params
-        return _normal(parameters["loc"], parameters["scale"] ** 2)
-
-
-class EarlyStoppedEnsemble:
-    """A deep ensemble of networks of mean and variance, each of which stops at its own best epoch.
-
-    `make_network` gives a stack of networks from the number of inputs and a seed, whose `moments`
-    are the mean and the log variance of y.
+    Args:
+        num_inputs: D.
+        num_outputs: C.
+        size: members.
+        width: of the hidden layers.
+        dropout: share of hidden values that is dropped, in training and in prediction.
     """
 
     def __init__(
-        self, make_network: Callable[[int, int], Any], seed: int, epochs: int | None = None
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        size: int = 5,
+        width: int = 64,
+        dropout: float = 0.0,
     ):
-        self.make_network, self.seed, self.epochs = make_network, seed, epochs
+        super().__init__()
+        widths = [num_inputs, width, width, num_outputs]
+        self.dropout = dropout
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for inputs, outputs in pairwise(widths):
+            weight = torch.randn(size, inputs, outputs, dtype=torch.float64)
+            self.weights.append(weight * (2 / inputs) ** 0.5)
+            self.biases.append(torch.zeros(size, 1, outputs, dtype=torch.float64))
 
-    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train each network without another tenth of the rows."""
-        self.scale = x.mean(0), np.where(x.std(0) > 0, x.std(0), 1), y.mean(), y.std()
-        target = torch.from_numpy((y - self.scale[2]) / self.scale[3]).float().unsqueeze(-1)
-        rows = Rows(self._inputs(x), target, torch.ones(len(x)))
-        self.network: Stack = self.make_network(x.shape[1], self.seed)
-        held_out = held_out_rows(len(x), len(self.network), 0.1, self.seed)
-        epochs = self.epochs or default_epochs(len(x))
-        plan = ensemble_plan(epochs, default_batch_size(len(x)), seed=self.seed)
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of all members, `(E, *b, C)`, at x `(*b, D)`."""
+        return self._layer(self.hidden(x), len(self.weights) - 1)
 
-        @torch.no_grad()
-        def score_fn() -> Tensor:
-            mean, log_var = (part.gather(1, held_out) for part in self._moments(rows.x))
-            return 0.5 * (log_var + (target[held_out, 0] - mean).square() * (-log_var).exp())
+    def hidden(self, x: Tensor) -> Tensor:
+        """The last hidden layer of all members, `(E, *b, width)`, at x `(*b, D)`."""
+        h = x.expand(len(self.weights[0]), *x.shape)
+        for number in range(len(self.weights) - 1):
+            h = nn.functional.silu(self._layer(h, number))
+            if self.dropout > 0:
+                h = nn.functional.dropout(h, self.dropout)
+        return h
 
-        train(self.network, without(rows, held_out), plan, score_fn)
+    def _layer(self, h: Tensor, number: int) -> Tensor:
+        rows = h.reshape(len(h), -1, h.shape[-1])
+        rows = torch.baddbmm(self.biases[number], rows, self.weights[number])
+        return rows.reshape(*h.shape[:-1], -1)
 
-    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        network: Any = self.network
-        return network.moments(x)
+    def fit(self, x: Tensor, y: Tensor, **options: Any) -> None:
+        """Minimise squared errors, or the cross entropy for labels `(N,)`."""
+        self._minimize(lambda: self._loss(self(x), y), **options)
 
-    def _inputs(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
+    def fit_normal(self, x: Tensor, y: Tensor, **options: Any) -> None:
+        """Maximise the density of y `(N, 1)` under normals with means and log variances."""
 
-    def predict_dist(self, x: np.ndarray) -> StudentPrediction:
-        """A normal distribution with the moments of the mixture."""
-        with torch.no_grad():
-            mean, log_var = (part.double().numpy() for part in self._moments(self._inputs(x)))
-        mean, var = self.scale[2] + self.scale[3] * mean, self.scale[3] ** 2 * np.exp(log_var)
-        return StudentPrediction(mean.mean(0), mean.var(0), var.mean(0))
+        def loss() -> Tensor:
+            mean, log_var = self(x).chunk(2, -1)
+            log_var = log_var.clamp(-10, 10)
+            return 0.5 * (log_var + (y - mean).square() / log_var.exp()).mean((-2, -1)).sum()
 
+        self._minimize(loss, **options)
 
-# Those that need a package of their own, by the name of the package.
-PEERS = {"lightgbm": LightGBM, "catboost": CatBoost, "ngboost": NGBoost}
+    def fit_chosen(self, x: Tensor, outputs: Tensor, y: Tensor, **options: Any) -> None:
+        """Minimise squared errors of one output a row, `outputs` `(N,)`, whose values are y."""
+
+        def loss() -> Tensor:
+            f = self(x)  # (E, N, C)
+            chosen = f.gather(-1, outputs.expand(len(f), -1).unsqueeze(-1)).squeeze(-1)
+            return (chosen - y).square().mean(-1).sum()
+
+        self._minimize(loss, **options)
+
+    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The sum of the losses of the members."""
+        if y.is_floating_point():
+            return (f - y).square().mean((-2, -1)).sum()
+        labels = y.expand(len(f), -1).flatten()
+        return len(f) * nn.functional.cross_entropy(f.flatten(0, 1), labels)
+
+    def _minimize(
+        self,
+        loss_fn: Callable[[], Tensor],
+        num_steps: int = 300,
+        learning_rate: float = 1e-2,
+        weight_decay: float = 1e-4,
+    ) -> None:
+        """Full-batch AdamW with a cosine schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), learning_rate, weight_decay=weight_decay)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            loss_fn().backward()
+            optimizer.step()
+            schedule.step()

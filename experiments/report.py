@@ -53,13 +53,16 @@ __all__ = [
 
 # Each has `table(runs) -> str`, and may have `draw(runs, figures) -> list of paths`.
 EXPERIMENTS = (
+    "active",
     "additive",
+    "bandit",
     "bench",
     "cost",
     "coverage",
     "estimators",
     "hmc",
     "images",
+    "optimization",
     "toy",
     "uci",
 )

@@ -4,6 +4,7 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pyro_dak.acting import ThompsonBandit, acquire
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import LaplaceKernel, MaternKernel, RBFKernel
@@ -87,8 +88,10 @@ __all__ = [
     "RBFKernel",
     "StudentTLikelihood",
     "StudentTPrior",
+    "ThompsonBandit",
     "TrainingError",
     "UnitBlockGuide",
+    "acquire",
     "calibrate",
     "compare_posteriors",
     "components",

@@ -523,6 +523,12 @@ def _(name: str) -> Any:
     return pyro_dak.NaturalGuide(make_model()), {}
 
 
+@target("NaturalGuide.set_parameters")
+def _(name: str) -> Any:
+    guide = pyro_dak.NaturalGuide(make_model())
+    return guide.set_parameters, {"mean": torch.randn(1, 7), "precision": 2 * torch.eye(7)[None]}
+
+
 @target("NaturalGuide.update", "NaturalGuide.downdate")
 def _(name: str) -> Any:
     arguments = without(case(), "guide")
@@ -730,6 +736,31 @@ def _(name: str) -> Any:
     arguments = case()
     draws = pyro_dak.sample_functions(arguments["model"], arguments["guide"], 3)
     return draws.__getitem__, {"index": 1}
+
+
+@target("acquire", is_right=lambda rows, arguments: rows.shape == (arguments["num"],))
+def _(name: str) -> Any:
+    arguments = case()
+    posterior = pyro_dak.exact_posterior(**without(arguments, "guide"))
+    pool = {"pool": arguments["x"], "num": 2, "method": "variance", "num_samples": 3}
+    more = {"output": 0, "chunk_size": 5, "seed": 0, "progress": False}
+    return pyro_dak.acquire, {"model": arguments["model"], "posterior": posterior, **pool, **more}
+
+
+@target("ThompsonBandit")
+def _(name: str) -> Any:
+    more = {"refresh_every": 5, "num_trials": 1, "seed": 0}
+    return pyro_dak.ThompsonBandit, {"num_inputs": 2, "num_arms": 2, **more}
+
+
+@target(*[f"ThompsonBandit.{name}" for name in ("choose", "moments", "refresh", "update")])
+def _(name: str) -> Any:
+    bandit = pyro_dak.ThompsonBandit(2, 2, num_trials=1, num_directions=1)
+    for arm in range(2):
+        bandit.update(torch.rand(2), arm, 1.0)
+    context = {} if name.endswith("refresh") else {"context": torch.rand(2)}
+    reward = {"arm": 1, "reward": 0.5} if name.endswith("update") else {}
+    return getattr(bandit, name.split(".")[1]), context | reward
 
 
 @target("freeze", numbers="any")
@@ -1137,6 +1168,8 @@ def _(name: str) -> Any:
     arguments = {**a_table(kind), "sample_weight": np.ones(24)}
     if name == "DAKClassifier.partial_fit":
         arguments["classes"] = np.arange(3)
+    elif method == "partial_fit":
+        arguments |= {"update_network": False, "forget": 0.9}
     return getattr(ESTIMATORS[kind](**QUICK), method), arguments
 
 

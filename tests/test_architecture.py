@@ -21,6 +21,8 @@ ORDER = (
     "prediction",
     "training",
     "diagnostics",
+    "acting",
+    "botorch",
     "tables",
 )
 TORCH_ONLY = ("validation", "fast", "additive")
@@ -135,6 +137,8 @@ def test_the_package_imports_no_board():
     assert [path.name for path in files_of("pyro_dak") if roots(path) & others] == []
 
 
+# GPyTorch, which BoTorch imports, uses torch.jit.
+@pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
 @pytest.mark.parametrize("module", ["pyro_dak", *MODULES])
 def test_public_names_are_sorted_and_exist(module):
     module = importlib.import_module(module)

@@ -34,6 +34,26 @@ def test_svi_script_is_short():
     assert len(lines) <= 45
 
 
+def test_bandits_beat_chance():
+    run = run_example("bandit.py", "120")
+    assert run.returncode == 0, run.stderr
+    found = re.findall(r"(\w+): regret ([\d.]+) in 120 rounds, ([\d.]+) by chance", run.stdout)
+    assert [name for name, _, _ in found] == ["wheel", "flowers"]
+    assert float(found[1][1]) < 0.7 * float(found[1][2])
+
+
+def test_monitoring_sees_the_drift_and_learning_follows_it(tmp_path):
+    run = run_example("monitoring.py", "12", str(tmp_path / "figure.png"))
+    assert run.returncode == 0, run.stderr
+    found = re.findall(r"(.+): ([\d.]+) at first, ([\d.]+) at last", run.stdout)
+    values = {name: (float(first), float(last)) for name, first, last in found}
+    assert values["novelty"][0] > 0.25
+    assert values["novelty"][1] < 0.2
+    assert values["PIT, left alone"][1] > 0.9
+    assert values["PIT, keeps learning"][1] < values["PIT, left alone"][1]
+    assert (tmp_path / "figure.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize(("name", "library"), [
     ("lightning_module", "lightning"), ("hugging_face", "transformers")
 ])  # fmt: skip

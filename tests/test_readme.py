@@ -37,6 +37,8 @@ def commands(page):
     return [line for line in (line.split(" #")[0].strip() for line in lines) if line]
 
 
+# GPyTorch, which BoTorch imports, uses torch.jit.
+@pytest.mark.filterwarnings("ignore:`torch.jit.:FutureWarning")
 @pytest.mark.parametrize("page", [name for name in NAMES if blocks(name, "python")])
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

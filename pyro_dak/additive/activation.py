@@ -293,6 +293,26 @@ class KernelActivation(nn.Module):
         interval = bridge.locate(self._coordinates(h), self.num_inducing, delta)
         return bridge.bridge_variance(interval, delta)
 
+    def residual_covariance(self, h: Tensor) -> Tensor:
+        """Prior covariance between rows that the nodes do not explain, `(..., P, N, N)`.
+
+        k(h, h') - phi(h) phi(h')^T for the rows of h `(..., N, P)`, with `residual_variance` on the
+        diagonal. For a Markov kernel it is that of bridges between nodes, without a difference.
+        """
+        rows, delta = h.mT, self._delta(h)  # (..., P, N)
+        if isinstance(delta, Tensor):
+            delta = delta.unsqueeze(-1)  # (P, 1)
+        x = self._coordinates(rows)
+        if self.has_local_route:
+            interval = bridge.locate(x, self.num_inducing, delta)
+            return bridge.bridge_covariance(interval, x, delta)
+        distance = (x.unsqueeze(-1) - x.unsqueeze(-2)).abs()  # (..., P, N, N)
+        scale = delta.unsqueeze(-1) if isinstance(delta, Tensor) else delta
+        phi = self.features(h).transpose(-3, -2)  # (..., P, N, M)
+        lost = self.kernel.of_scaled_distance(scale * distance) - phi @ phi.mT
+        own = lost.diagonal(dim1=-2, dim2=-1)
+        return lost + torch.diag_embed(own.clamp(min=0) - own)
+
     def node_values(self, z: Tensor, lengthscale: Tensor | None = None) -> Tensor:
         """g(U) = L_U z at the sorted nodes, `(..., P, M)`, from weights in level order."""
         delta = self._delta(z, lengthscale)

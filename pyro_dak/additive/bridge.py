@@ -31,6 +31,7 @@ __all__ = [
     "FAR",
     "FeatureConstants",
     "Interval",
+    "bridge_covariance",
     "bridge_variance",
     "bridge_weights",
     "feature_constants",
@@ -155,6 +156,35 @@ def bridge_variance(interval: Interval, delta: Delta) -> Float[Tensor, "*shape"]
     """
     _, a, b, norm = interval
     return torch.expm1(-2 * delta * a) * torch.expm1(-2 * delta * b) * norm
+
+
+def bridge_covariance(
+    interval: Interval, x: Float[Tensor, "*batch n"], delta: Delta
+) -> Float[Tensor, "*batch n n"]:
+    """Prior covariance between inputs that the nodes do not explain, k(x, x') - phi phi'^T.
+
+    Between two nodes the process minus its interpolation is an Ornstein-Uhlenbeck bridge, and those
+    of different intervals are independent. For x <= x' in the same interval the covariance is
+
+        exp(-(x' - x) delta) (1 - exp(-2 a delta)) (1 - exp(-2 b' delta)) / (1 - exp(-2 delta)),
+
+    with a the distance of x to the left node and b' that of x' to the right one: the smaller of
+    either distance of the two. On the diagonal it is `bridge_variance`.
+
+    Args:
+        interval: where x lies.
+        x: grid coordinates.
+        delta: spacing over lengthscale, a number or `(..., 1)`.
+    """
+    j, a, b, norm = interval
+    if isinstance(delta, Tensor):
+        delta = delta.unsqueeze(-1)
+    a = torch.minimum(a.unsqueeze(-1), a.unsqueeze(-2))
+    b = torch.minimum(b.unsqueeze(-1), b.unsqueeze(-2))
+    distance = (x.unsqueeze(-1) - x.unsqueeze(-2)).abs()
+    product = torch.expm1(-2 * delta * a) * torch.expm1(-2 * delta * b) * norm.unsqueeze(-1)
+    is_same = j.unsqueeze(-1) == j.unsqueeze(-2)
+    return torch.where(is_same, product * (-delta * distance).exp(), 0.0)
 
 
 class FeatureConstants(NamedTuple):

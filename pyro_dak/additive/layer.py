@@ -211,6 +211,11 @@ class AdditiveLayer(nn.Module):
         """Prior variance lost by the grid in each unit, sigma_p^2 (1 - phi phi^T), like h."""
         return self.unit_scale.square() * self.activation.residual_variance(h)
 
+    def unit_residual_covariances(self, h: Tensor) -> Tensor:
+        """Prior covariance between rows that the grid loses in each unit, `(..., P, N, N)`."""
+        var = self.unit_scale.square()[:, None, None]
+        return var * self.activation.residual_covariance(h)
+
     def split(self, flat: Tensor) -> Weights:
         """Weights from their flat form `(..., F, num_weights)`, in the order of `design`."""
         P, M = self.num_units, self.activation.num_inducing

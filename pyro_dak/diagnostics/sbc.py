@@ -93,6 +93,7 @@ def simulation_based_calibration(
     h = cached_inputs(model, x)
     rows = h[:num_function_rows]
 
+    @torch.no_grad()
     def quantities(values: Mapping[str, Tensor], y: Tensor) -> Tensor:
         """All that is ranked, of each draw, `(S, quantities)`."""
         weights = [values[name].reshape(len(values[name]), -1) for name in model.site_shapes]

@@ -105,7 +105,6 @@ def unit_data(
     return h, y.to(h.device)
 
 
-@torch.no_grad()
 def draw_functions(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
     """f at unit inputs h for each draw of the sites, `(S, N, F)`.
 
@@ -145,6 +144,7 @@ def with_noise(likelihood: Likelihood, noise: Tensor | None = None) -> Likelihoo
     return likelihood if noise is None else likelihood.with_noise(noise.log())
 
 
+@torch.no_grad()
 def likelihoods_of_draws(model: DAK, h: Tensor, sites: Mapping[str, Tensor]) -> Iterator[Any]:
     """p(y | f) at unit inputs h, for a chunk of the draws at a time.
 

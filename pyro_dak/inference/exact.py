@@ -20,7 +20,7 @@ from pyro_dak.model.modes import evaluating, pyro_lock
 from pyro_dak.model.rows import Inputs, split
 from pyro_dak.validation import check_finite, check_integer, check_real
 
-__all__ = ["ExactPosterior", "exact_posterior"]
+__all__ = ["ExactPosterior", "checked_normal_priors", "exact_posterior"]
 
 
 class ExactPosterior(NamedTuple):
@@ -68,7 +68,7 @@ class ExactPosterior(NamedTuple):
         if not 0 < forget <= 1:
             raise ValueError(f"`forget` must be above 0 and at most 1; got {forget}.")
         if forget < 1:
-            loc0, scale0 = flat_priors(_normal_priors(model), self.guide.site_shapes, loc)
+            loc0, scale0 = flat_priors(checked_normal_priors(model), self.guide.site_shapes, loc)
             kept = forget * torch.cholesky_inverse(root)
             natural = (kept @ loc.unsqueeze(-1)).squeeze(-1)
             natural += (1 - forget) * loc0 / scale0.square()
@@ -128,7 +128,7 @@ def exact_posterior(
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
     """
-    priors, like = _normal_priors(model), model.layer.log_unit_scale
+    priors, like = checked_normal_priors(model), model.layer.log_unit_scale
     C, K = model.layer.num_functions, model.layer.num_weights
     empty = torch.empty(C, K, dtype=torch.float64, device=like.device)
     loc0, scale0 = flat_priors(priors, model.site_shapes, empty)
@@ -153,7 +153,7 @@ def _condition(
     triangular, or the diagonal alone, `(C, 1, K)`. With sign -1 the rows are taken out,
     A = I - B^T B, and the number means nothing.
     """
-    _normal_priors(model)
+    checked_normal_priors(model)
     check_integer("chunk_size", chunk_size, minimum=1)
     noise = noise_scale(model.likelihood)
     assert noise is not None
@@ -202,7 +202,7 @@ def _as_guide(model: DAK, loc: Tensor, root: Tensor) -> FullRankGuide:
     return guide.to(like.dtype)
 
 
-def _normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
+def checked_normal_priors(model: DAK) -> dict[str, tuple[Any, Any]]:
     """(loc, scale) of the prior of each site, or an error if the posterior is not Gaussian."""
     check_model(model)
     priors = normal_priors(model, model.site_shapes)

@@ -360,10 +360,22 @@ class AdditiveGP(PyroModule):
         return (value.loc, value.scale) if is_normal else None
 
     def residual_variance(self, h: Tensor) -> Tensor:
-        """Prior variance of each function that the grid loses at h `(N, P)`, `(N, F)`.
+        """Prior variance of each function that the grid loses at h `(..., N, P)`, `(..., N, F)`.
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
+        return self.layer.unit_residuals(h) @ self._node_variances(h).mT  # (N, P) @ (P, F)
+
+    def residual_covariance(self, h: Tensor) -> Tensor:
+        """Prior covariance between rows that the grid loses, `(..., F, N, N)`.
+
+        sum_p sigma_p^2 Var(z) (k(h, h') - phi phi'^T), with `residual_variance` on the diagonal.
+        """
+        var, lost = self._node_variances(h), self.layer.unit_residual_covariances(h)
+        return torch.einsum("fp,...pnm->...fnm", var, lost)
+
+    def _node_variances(self, like: Tensor) -> Tensor:
+        """Prior variance of z, the same at every node of a unit, `(F, P)`."""
         if self.has_shrinkage or self.scale_shapes:
             site = "shrinkage" if self.has_shrinkage else next(iter(self.scale_shapes))
             raise NotImplementedError(
@@ -372,14 +384,14 @@ class AdditiveGP(PyroModule):
         F, P, _ = self.site_shapes["z"]
         prior = self.prior["z"]
         if isinstance(prior, NormalPrior):  # without a distribution, which cannot be compiled
-            return self.layer.unit_residuals(h) @ h.new_full((P, F), prior.scale**2)
-        var = self.prior_distribution("z", h).variance.expand(self.site_shapes["z"])
+            return like.new_full((F, P), prior.scale**2)
+        var = self.prior_distribution("z", like).variance.expand(self.site_shapes["z"])
         if not bool(torch.isfinite(var).all()) or not bool((var == var[..., :1]).all()):
             raise NotImplementedError(
                 "The residual variance needs a prior of `z` with finite variance, the same at "
                 "every node of a unit; predict without it."
             )
-        return self.layer.unit_residuals(h) @ var[..., 0].to(h).mT  # (N, P) @ (P, F)
+        return var[..., 0].to(like)
 
     def functions(self, h: Tensor, sites: Mapping[str, Tensor]) -> Tensor:
         """f at unit inputs h for values of the sites by their names, `(..., N, F)`.

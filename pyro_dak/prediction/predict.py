@@ -376,7 +376,9 @@ def _component_moments(
 class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
     """Functions drawn from a posterior: `draws(x)` is `(S, N, F)`, `draws[i](x)` is `(N, F)`.
 
-    `sites` holds the draws, `(S, *event)`, in the dtype of the model.
+    Values have gradients in x if x asks for them. Inputs may have a batch in front, `(*b, N, ...)`,
+    if the model knows the shape of a row; values are then `(S, *b, N, F)`. `sites` holds the draws,
+    `(S, *event)`, in the dtype of the model.
     """
 
     def __init__(self, model: DAK, sites: dict[str, Tensor], is_single: bool = False):
@@ -391,15 +393,22 @@ class FunctionDraws(Sequence[Callable[[Tensor], Tensor]]):
 
     def __call__(self, x: Inputs) -> Tensor:
         check_inputs(self.model, x)
+        batch, shape = torch.Size((num_rows(x),)), self.model.input_shape
+        if isinstance(x, Tensor) and isinstance(shape, tuple):
+            batch = x.shape[: max(1, x.dim() - len(shape))]  # (*b, N)
+            x = x.reshape(-1, *x.shape[len(batch) :])
+        has_gradients = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
         with (
             explaining(self.model, x),
             evaluating(self.model),
             known_sites(self.model, for_y=False, given=self.sites),
+            torch.set_grad_enabled(has_gradients),
         ):
             h = self.model.unit_inputs(x)
             check_finite("unit_inputs", h)
             f = draw_functions(self.model, h, self.sites)
             check_finite("f", f)
+        f = f.unflatten(-2, batch)
         return f.squeeze(0) if self._is_single else f
 
     def __getitem__(self, index: int | slice) -> "FunctionDraws":

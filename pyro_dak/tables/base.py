@@ -24,6 +24,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import with_own_tensors
 from pyro_dak.prediction.results import NoveltyScores
+from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
 from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
 from pyro_dak.tables.predictive import Array
@@ -51,7 +52,7 @@ __all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 # With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
 _NUM_FOLDS = 5
-# The number of rows that are computed at a time, and how many numbers of q(f) they may have.
+# The number of rows that are computed at a time, and the features or numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
@@ -94,6 +95,7 @@ class TableEstimator(Parameters, BaseEstimator):
     _uncalibrated: ClassVar[dict[str, Any]]
     ensemble_: Ensemble
     columns_: Columns | None
+    conditioned_: ConditionedMembers | None
     novelty_: EnsembleNovelty | None
     kept_apart_: list[Any] | None
 
@@ -214,6 +216,7 @@ class TableEstimator(Parameters, BaseEstimator):
             self.num_rows_seen_ = float(weights.sum())
             is_start = is_warm and len(self.ensemble_) == self.ensemble_size
             start = self._copy(self.ensemble_) if is_start else None
+            self.conditioned_ = None
             self._fit_rows(self._rows(X, y, weights), start)
         return self
 
@@ -229,12 +232,28 @@ class TableEstimator(Parameters, BaseEstimator):
             self.ensemble_ = (
                 self._build(self.ensemble_size, seed) if is_first else self._copy(self.ensemble_)
             )
-            self.kept_apart_ = self.novelty_ = None
+            self.kept_apart_ = self.novelty_ = self.conditioned_ = None
             self.num_rows_seen_ += float(weights.sum())
             rows = self._rows(X, y, weights * (self.num_rows_seen_ / weights.sum()))
             plan = replace(self._plan(len(X), seed), epochs=1, schedule="constant")
             plan = replace(plan, learning_rate=0.1 * plan.learning_rate)
             self.history_ = train(self.ensemble_, rows, plan, progress=self.progress)
+        return self
+
+    def _condition(self, X: Any, y: Any, sample_weight: Any, forget: float) -> Any:
+        """Condition the last layers on these rows; the networks stay as they are."""
+        with self._unchanged_by_failure():
+            X, y, weights = self._validated(X, y, sample_weight, is_first=False, min_rows=1)
+            if not (weights == 1).all():
+                raise ValueError(
+                    "`sample_weight` must be left out, because rows that condition the last layer "
+                    "count once each. Pass `update_network=True` for rows with weights."
+                )
+            rows = self._rows(X, y, weights)
+            known = self.__dict__.get("conditioned_")  # old files have none
+            known = ConditionedMembers(self._copy(self.ensemble_)) if known is None else known
+            self.conditioned_ = known.updated(rows.x, rows.y, forget)
+            self.num_rows_seen_ = forget * self.num_rows_seen_ + len(X)
         return self
 
     @contextmanager
@@ -273,7 +292,13 @@ class TableEstimator(Parameters, BaseEstimator):
         return read_estimator(path, {cls.__name__: cls}, max_bytes)[0]
 
     def _validated(
-        self, X: Any, y: Any, sample_weight: Any, is_first: bool, classes: Any = None
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        is_first: bool,
+        classes: Any = None,
+        min_rows: int = 2,
     ) -> tuple[Array, Array, Array]:
         """Inputs, targets and weights of the rows whose weight is not zero.
 
@@ -286,7 +311,7 @@ class TableEstimator(Parameters, BaseEstimator):
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = self._validated_inputs(X, is_first, least_rows=2)
+        X = self._validated_inputs(X, is_first, min_rows)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -314,28 +339,24 @@ class TableEstimator(Parameters, BaseEstimator):
 
         Arrays become data frames if some of their columns are categories.
         """
-        frame, columns = as_frame(X), self.__dict__.get("columns_")  # old files have none
-        has_numbers = columns is None or columns.are_numbers
-        if is_first:
-            has_numbers = self.categorical_features is None or _is_from_dtype(self)
         checks: dict[str, Any] = {"reset": is_first, "ensure_min_samples": least_rows}
+        columns = None if is_first else self.__dict__.get("columns_")
+        if columns is None and not is_first:  # a model of an earlier version
+            return validate_data(self, X, dtype=_DTYPES, **checks)
+        chosen = self.categorical_features
+        has_numbers = chosen is None or _is_from_dtype(chosen)
+        has_numbers = has_numbers if columns is None else columns.are_numbers
+        frame = as_frame(X)
         if frame is None and has_numbers:
-            finite = "allow-nan" if is_first or columns is not None else True
-            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite=finite, **checks)
+            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite="allow-nan", **checks)
         if frame is None:
-            frame = pd.DataFrame(
-                validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
-            )
-            return frame.set_axis(_names(frame.shape[1]), axis=1)
-        validate_data(self, frame, reset=is_first, skip_check_array=True)
-        for number, least, what in zip(
-            frame.shape, (least_rows, 1), ("sample", "feature"), strict=True
-        ):
-            if number < least:
-                raise ValueError(
-                    f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
-                    f"{least} is required."
-                )
+            X = validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
+            frame = pd.DataFrame(X)
+        else:
+            validate_data(self, frame, reset=is_first, skip_check_array=True)
+            _check_shape(frame, least_rows)
+        if columns is not None:
+            return frame.set_axis(columns.names, axis=1)
         has_names = hasattr(self, "feature_names_in_")
         names = [*self.feature_names_in_] if has_names else _names(frame.shape[1])
         return frame.set_axis(names, axis=1)
@@ -343,7 +364,7 @@ class TableEstimator(Parameters, BaseEstimator):
     def _categorical_names(self, X: Any) -> list[str] | None:
         """The names of the columns of categories; None if their types say which they are."""
         chosen = self.categorical_features
-        if _is_from_dtype(self):
+        if _is_from_dtype(chosen):
             return None
         names = list(X.columns) if isinstance(X, pd.DataFrame) else _names(X.shape[1])
         if chosen is None:
@@ -494,7 +515,9 @@ class TableEstimator(Parameters, BaseEstimator):
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
-        learned = self.__dict__.get("novelty_") if novelty else None  # old files have none
+        numbers = max(numbers, len(ensemble) * ensemble.model.feature_dim)
+        conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
+        learned = self.__dict__.get("novelty_") if novelty else None
         if learned is not None:
             learned = with_own_tensors(learned, device).double()
             numbers = max(numbers, len(learned.members[0].root))
@@ -505,11 +528,25 @@ class TableEstimator(Parameters, BaseEstimator):
             with torch.no_grad():
                 features = ensemble.features(torch.from_numpy(x).to(device))
                 leverages = [] if learned is None else [learned.leverage(features)]
-                yield ensemble, ensemble.moments_from(features), leverages
+                if conditioned is None:
+                    yield ensemble, ensemble.moments_from(features), leverages
+                else:
+                    yield ensemble, conditioned.moments(ensemble, features), leverages
 
 
-def _is_from_dtype(estimator: Any) -> bool:
-    chosen = estimator.categorical_features
+def _check_shape(frame: pd.DataFrame, least_rows: int) -> None:
+    """Raise if a data frame has too few rows or no columns, in the words of scikit-learn."""
+    least = {"sample": least_rows, "feature": 1}
+    for number, (what, minimum) in zip(frame.shape, least.items(), strict=True):
+        if number < minimum:
+            raise ValueError(
+                f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
+                f"{minimum} is required."
+            )
+
+
+def _is_from_dtype(chosen: Any) -> bool:
+    """Whether the types of columns say which of them are categories."""
     return isinstance(chosen, str) and chosen == "from_dtype"
 
 
@@ -534,13 +571,14 @@ def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
 
 def _encoded(X: Any, columns: Columns | None) -> Array:
     """An array or a data frame as numbers, `(N, D)`; arrays without gaps are returned as such."""
-    is_plain = columns is not None and not columns.with_missing and not columns.bins
-    if columns is None or (isinstance(X, np.ndarray) and is_plain):
-        is_missing = np.isnan(X)
-        if columns is None or not is_missing.any():
-            return X
-        return np.where(is_missing, [*columns.medians.values()], X)
-    return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
+    if columns is None:
+        return X
+    if isinstance(X, pd.DataFrame):
+        return encode(X, columns)
+    if columns.with_missing or columns.bins:
+        return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
+    is_missing = np.isnan(X)
+    return np.where(is_missing, [*columns.medians.values()], X) if is_missing.any() else X
 
 
 def scales(

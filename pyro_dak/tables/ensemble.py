@@ -240,11 +240,21 @@ class Ensemble(Stack):
             mean, var = activation.combine_moments(
                 h.mT, loc.transpose(0, 1), scale.square().transpose(0, 1), route="dense"
             )
-        if self.model.num_input_units > 0 and not training:
-            lost = (sigma.square() * activation.residual_variance(h)).sum(-2)  # (E, N)
-            var = var + lost.unsqueeze(-1)
+        if not training:
+            var = var + self.lost_variance(h)
         mu, mu_scale = self.tensors["guide.mu_loc"], self.tensors["guide.mu_log_scale"].exp()
         return FunctionMoments(mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2))
+
+    def lost_variance(self, h: Tensor) -> Tensor | float:
+        """What the grids lose of the variance of f at h `(E, P, N)`, `(E, N, 1)`.
+
+        It counts only if there are input units.
+        """
+        if self.model.num_input_units == 0:
+            return 0.0
+        var = (2 * self.tensors["model.layer.log_unit_scale"]).exp().unsqueeze(-1)  # (E, P, 1)
+        lost = var * self.model.layer.activation.residual_variance(h)
+        return lost.sum(-2).unsqueeze(-1)
 
     def loss(self, x: Tensor, y: Tensor, weights: Tensor, num_data: Tensor) -> Tensor:
         """The sum over members of minus the ELBO per datum, a scalar.

@@ -17,6 +17,7 @@ from pyro_dak.tables.base import Parameters, TableEstimator, scales, standardize
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, calibrate
 from pyro_dak.tables.rows import Rows, effective_number
+from pyro_dak.validation import check_real
 
 __all__ = ["DAKClassifier", "DAKRegressor"]
 
@@ -82,7 +83,8 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             rows; all 1 unless members clearly differ, and None after a refit.
         kept_apart_: with `warm_start`, the share of the rows that is never trained on and the seed
             that chooses them; else None.
-        novelty_: what tells how strange a row is, or None after `partial_fit`.
+        novelty_: what tells how strange a row is, or None after `partial_fit` of the network.
+        conditioned_: what `partial_fit` has taught the last layers since then, or None.
         history_: losses and held-out scores by epoch.
         columns_: what was learned about the columns: how categories, dates and missing values
             become numbers.
@@ -106,13 +108,40 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Make one pass over more rows, after `fit` or without it.
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        *,
+        update_network: bool = False,
+        forget: float = 1.0,
+    ) -> Any:
+        """Learn more rows, one or many, after `fit` or without it.
 
-        The scales are those of the first call. No rows are held out, so the calibration stays as
-        `fit` found it, or at 1, and a later `fit` with `warm_start` has no rows to calibrate on.
+        The last layer of each member is conditioned on them, and the networks stay as they are:
+        exactly with `heteroscedastic=False`, so that the order of the rows does not matter, else by
+        natural-gradient steps. Scales, calibration and novelty are those of `fit`.
+
+        Args:
+            X: rows, `(N, D)`.
+            y: their targets.
+            sample_weight: for `update_network`.
+            update_network: make one pass of training over the rows instead, as if they were a
+                sample of all rows seen so far; rows that came without this are forgotten. No rows
+                are held out, so that the calibration stays as `fit` found it, or at 1, a later
+                `fit` with `warm_start` has no rows to calibrate on, and novelty is not known.
+                Without a `fit` before it, the first call does this.
+            forget: how much of what the last layer knows is kept, for data that drift.
         """
-        return self._partial_fit(X, y, sample_weight)
+        if update_network not in (True, False):
+            raise TypeError(f"`update_network` must be True or False; got {update_network!r}.")
+        check_real("forget", forget)
+        if not 0 < forget <= 1:
+            raise ValueError(f"`forget` must be above 0 and at most 1; got {forget}.")
+        if update_network or not hasattr(self, "ensemble_"):
+            return self._partial_fit(X, y, sample_weight)
+        return self._condition(X, y, sample_weight, forget)
 
     def _validated_targets(self, y: Any) -> Array:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")

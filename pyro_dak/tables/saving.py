@@ -12,6 +12,7 @@ from sklearn.base import is_classifier
 
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.tables.novelty import EnsembleNovelty
 from pyro_dak.tables.schema import Columns
@@ -47,6 +48,9 @@ def write_estimator(
     tensors = {f"ensemble.{name}": t for name, t in estimator.ensemble_.tensors.items()}
     if state.get("novelty_") is not None:
         tensors |= {f"novelty.{name}": t for name, t in state["novelty_"].state_dict().items()}
+    if state.get("conditioned_") is not None:
+        known = state["conditioned_"].state_dict()
+        tensors |= {f"conditioned.{name}": t for name, t in known.items()}
     tensors |= {name: torch.tensor(state[name]) for name in _ARRAYS if name in state}
     parameters = estimator.get_params()
     if not isinstance(parameters["random_state"], int | None):
@@ -100,6 +104,7 @@ def read_estimator(
         state["columns_"] = None if columns is None else Columns.from_json(columns)
         state["ensemble_"] = _ensemble(content["architecture"], tensors, max_bytes)
         state["novelty_"] = _novelty(state["ensemble_"], tensors)
+        state["conditioned_"] = _conditioned(state["ensemble_"], tensors)
         check_history(content["history"], content["best_epoch"])
         state["history_"] = History(content["history"], "finished", content["best_epoch"])
         _check_state(state, is_classifier(estimator))
@@ -133,7 +138,8 @@ def _ensemble(
     architecture: dict[str, Any], tensors: dict[str, torch.Tensor], max_bytes: int
 ) -> Ensemble:
     """The ensemble with the stored architecture and the stored weights."""
-    names = [n for n in tensors if n not in _ARRAYS and not n.startswith("novelty.")]
+    others = ("novelty.", "conditioned.")
+    names = [n for n in tensors if n not in _ARRAYS and not n.startswith(others)]
     stored = {n.removeprefix("ensemble."): tensors[n] for n in names}
     check_sizes(architecture, {name: t.shape[1:] for name, t in stored.items()}, max_bytes)
     model, guide = rebuild(architecture)
@@ -166,6 +172,16 @@ def _novelty(ensemble: Ensemble, tensors: dict[str, torch.Tensor]) -> EnsembleNo
         novelty = EnsembleNovelty(*sizes, has_classes)
     novelty.load_state_dict(stored, assign=True)
     return novelty.float()
+
+
+def _conditioned(ensemble: Ensemble, tensors: dict[str, torch.Tensor]) -> ConditionedMembers | None:
+    """What the last layers have learned since training; None if there is nothing stored."""
+    stored = {n.removeprefix("conditioned."): t for n, t in tensors.items() if "conditioned." in n}
+    if not stored:
+        return None
+    if {len(value) for value in stored.values()} != {len(ensemble)}:
+        raise ValueError("what the last layers have learned is not that of these members.")
+    return ConditionedMembers.load(ensemble, stored)
 
 
 def _check_state(state: dict[str, Any], has_classes: bool) -> None:

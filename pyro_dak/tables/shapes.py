@@ -20,7 +20,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import ExpectedDerivatives, FunctionMoments, sample_marginals
-from pyro_dak.inference.evidence import RegressionSums, evidence, linear_posterior
+from pyro_dak.inference.regression import RegressionSums, evidence, linear_posterior
 from pyro_dak.model.likelihoods import BernoulliLikelihood, CategoricalLikelihood, Likelihood
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.terms import Column, PairTerm, Term

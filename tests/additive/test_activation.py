@@ -484,3 +484,50 @@ def test_single_precision_loses_nothing_but_its_own_digits(kernel_class, lengths
     found = activation.features(h)
     assert found.dtype == torch.float32
     assert_close(found, activation.features(h.double()).float(), rtol=1e-5, atol=1e-6)
+
+
+@any_lengthscale
+@pytest.mark.parametrize("seed", SEEDS)
+def test_residual_covariance_is_what_the_nodes_do_not_explain(seed):
+    activation = random_activation(seed)
+    h = inputs_inside_and_outside(activation.grid, 3)
+    close = h + 0.1 * activation.grid.spacing * torch.randn_like(h)  # often in the same interval
+    h = torch.cat([h, close])
+    phi = activation(h).transpose(0, 1)  # (P, N, M)
+    prior = activation.kernel.of_distance((h.mT.unsqueeze(-1) - h.mT.unsqueeze(-2)).abs())
+    covariance = activation.residual_covariance(h)
+    assert_close(covariance, prior - phi @ phi.mT, rtol=1e-9, atol=1e-11)
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1).mT
+    assert_close(diagonal, activation.residual_variance(h), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kernel", SMOOTH, ids=str)
+def test_residual_covariance_of_a_smooth_kernel_is_a_difference(kernel):
+    activation = KernelActivation(DyadicGrid(3), kernel)
+    h = inputs_inside_and_outside(activation.grid, 2)
+    phi = activation(h).transpose(0, 1)
+    prior = kernel.of_distance((h.mT.unsqueeze(-1) - h.mT.unsqueeze(-2)).abs())
+    covariance = activation.residual_covariance(h)
+    assert_close(covariance, prior - phi @ phi.mT, rtol=0, atol=1e-6)
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1).mT
+    assert_close(diagonal, activation.residual_variance(h), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [LaplaceKernel(0.4), *SMOOTH], ids=str)
+def test_residual_covariance_has_the_right_gradient(kernel):
+    activation = KernelActivation(DyadicGrid(2), kernel)
+    h = (1.4 * torch.rand(5, 2) - 0.2).requires_grad_()
+    assert torch.autograd.gradcheck(activation.residual_covariance, h)
+
+
+@pytest.mark.parametrize("kind", [LaplaceKernel, RBFKernel])
+@pytest.mark.parametrize("learn", [True, False])
+def test_residual_covariance_with_a_lengthscale_for_each_unit(kind, learn):
+    scales = (0.2, 0.5)
+    activation = KernelActivation(DyadicGrid(3), kind(scales, learn=learn))
+    h = inputs_inside_and_outside(activation.grid, 2)
+    covariance = activation.residual_covariance(h)
+    for unit, scale in enumerate(scales):
+        alone = KernelActivation(DyadicGrid(3), kind(scale))
+        expected = alone.residual_covariance(h[:, unit : unit + 1])
+        assert_close(covariance[unit : unit + 1], expected, rtol=1e-8, atol=1e-8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import estimators, peers
+from experiments import estimators, table_peers
 from experiments.runs import read_runs
 from pyro_dak.tables.ensemble import ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
@@ -83,7 +83,7 @@ def test_mean_variance_networks_learn_mean_and_noise():
 
 @pytest.mark.parametrize("name", estimators.PEERS)
 def test_peers_predict_distributions_and_are_scored(name, tmp_path):
-    if name in peers.PEERS:
+    if name in table_peers.PEERS:
         pytest.importorskip(name)
     invoke(estimators.main, "--quick", "--model", name, "--out", tmp_path)
     (run,) = read_runs(tmp_path)
@@ -95,7 +95,7 @@ def test_peers_predict_distributions_and_are_scored(name, tmp_path):
 
 @pytest.mark.parametrize("name", estimators.PEERS)
 def test_peers_learn_a_line_and_its_noise(name):
-    if name in peers.PEERS:
+    if name in table_peers.PEERS:
         pytest.importorskip(name)
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, (400, 2))

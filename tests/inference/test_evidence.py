@@ -1,77 +1,44 @@
-"""Posterior and evidence from sums over rows, against the dense normal distribution of y."""
-
-import math
-
 import pytest
 import torch
+from torch.testing import assert_close
 
-from pyro_dak.inference.evidence import RegressionSums, evidence, linear_posterior
-
-SIZES = (3, 4)
-
-
-def problem(num_rows=12):
-    """Centred designs and targets, roots of the prior of two terms, and a noise scale."""
-    phi = torch.randn(num_rows, sum(SIZES))
-    phi = phi - phi.mean(0)
-    y = torch.randn(num_rows) + phi[:, 0]
-    y = y - y.mean()
-    roots = [torch.randn(size, size) for size in SIZES]
-    return phi, y, roots, 0.7
+from pyro_dak import GaussianLikelihood, NormalPrior
+from pyro_dak.inference.evidence import log_evidence
+from pyro_dak.inference.exact import exact_posterior
+from tests import scenarios
 
 
-def sums_of(phi, y):
-    return RegressionSums(phi.mT @ phi, phi.mT @ y, float(y @ y), float(len(y)))
+@pytest.mark.parametrize("num_rows", [4, 40])  # fewer and more rows than weights
+@pytest.mark.parametrize("residual_variance", [True, False])
+def test_log_evidence_is_that_of_the_exact_posterior(num_rows, residual_variance):
+    likelihood = GaussianLikelihood(torch.tensor([0.3, 0.6]))
+    prior = {"mu": NormalPrior(0.4, 1.5)}
+    case = scenarios.make(likelihood, num_rows=num_rows, prior=prior)
+    value = log_evidence(case.model, case.h, case.y, residual_variance=residual_variance)
+    exact = exact_posterior(case.model, case.x, case.y, residual_variance=residual_variance)
+    assert value.shape == (2,)
+    assert_close(float(value.detach().sum()), exact.log_evidence)
 
 
-def contrasts(num_rows):
-    """Rows that are orthonormal and orthogonal to 1, `(N - 1, N)`."""
-    first = torch.ones(num_rows, 1) / math.sqrt(num_rows)
-    return torch.linalg.qr(torch.cat([first, torch.eye(num_rows)[:, 1:]], 1)).Q[:, 1:].mT
+@pytest.mark.parametrize("num_rows", [4, 20])
+def test_log_evidence_is_the_density_of_a_normal_vector(num_rows):
+    case = scenarios.make(num_outputs=2, num_rows=num_rows)
+    design = case.model.layer.design(case.h)
+    covariance = design @ design.mT + 0.25 * torch.eye(num_rows)
+    normal = torch.distributions.MultivariateNormal(torch.zeros(num_rows), covariance)
+    value = log_evidence(case.model, case.h, case.y)
+    assert_close(value, normal.log_prob(case.y.mT))
 
 
-def dense_evidence(phi, y, covariances, log_noise):
-    """log density of the contrasts of y, computed with an N x N matrix."""
-    A = contrasts(len(y))
-    cov = phi @ torch.block_diag(*covariances) @ phi.mT
-    cov = cov + (2 * log_noise).exp() * torch.eye(len(y))
-    law = torch.distributions.MultivariateNormal(torch.zeros(len(y) - 1), A @ cov @ A.mT)
-    return law.log_prob(A @ y)
+@pytest.mark.parametrize("num_rows", [4, 20])
+def test_log_evidence_has_the_right_gradient(num_rows):
+    case = scenarios.make(num_outputs=2, num_rows=num_rows)
+    h = case.h.detach().requires_grad_()
 
+    def evidence(h):
+        return log_evidence(case.model, h, case.y, residual_variance=True)
 
-def test_evidence_is_the_density_of_the_contrasts_of_y():
-    phi, y, roots, noise = problem()
-    covariances = [root @ root.mT for root in roots]
-    expected = dense_evidence(phi, y, covariances, torch.tensor(noise).log())
-    assert evidence(sums_of(phi, y), roots, noise).value == pytest.approx(float(expected))
-
-
-def test_gradient_is_that_of_the_dense_density():
-    phi, y, roots, noise = problem()
-    covariances = [(root @ root.mT).requires_grad_() for root in roots]
-    log_noise = torch.tensor(noise).log().requires_grad_()
-    dense_evidence(phi, y, covariances, log_noise).backward()
-    found = evidence(sums_of(phi, y), roots, noise)
-    assert found.by_log_noise == pytest.approx(float(log_noise.grad))
-    for block, covariance in zip(found.by_blocks, covariances, strict=True):
-        gradient = (covariance.grad + covariance.grad.mT) / 2
-        torch.testing.assert_close(block, gradient)
-
-
-def test_posterior_is_that_of_dense_conditioning():
-    phi, y, roots, noise = problem()
-    C = torch.block_diag(*(root @ root.mT for root in roots))
-    gain = C @ phi.mT @ torch.linalg.inv(phi @ C @ phi.mT + noise**2 * torch.eye(len(y)))
-    mean, root = linear_posterior(sums_of(phi, y), roots, noise)
-    torch.testing.assert_close(mean, gain @ y)
-    torch.testing.assert_close(root.mT @ root, C - gain @ phi @ C)
-
-
-def test_a_singular_prior_is_fine():
-    phi, y, roots, noise = problem()
-    roots[1] = roots[1][:, :2]
-    C = torch.block_diag(*(root @ root.mT for root in roots))
-    mean, root = linear_posterior(sums_of(phi, y), roots, noise)
-    gain = C @ phi.mT @ torch.linalg.inv(phi @ C @ phi.mT + noise**2 * torch.eye(len(y)))
-    torch.testing.assert_close(mean, gain @ y)
-    assert root.shape == (5, 7)
+    assert torch.autograd.gradcheck(evidence, h)
+    evidence(h).sum().backward()
+    assert case.model.layer.log_unit_scale.grad is not None
+    assert case.model.likelihood.noise.log_scale.grad is not None

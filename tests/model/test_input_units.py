@@ -323,3 +323,18 @@ def test_features_of_another_width_are_named(num_columns):
         model.embed(torch.zeros(8, num_columns))
     with pytest.raises(ValueError, match=r"return shape \(N, feature_dim=4\); got \(8, 5\)"):
         DAK(nn.Linear(2, 5), 4, num_units=2, input_units=True)(torch.zeros(8, 2))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_residual_covariance_completes_the_covariance_of_the_additive_process(num_outputs):
+    prior = {"z": NormalPrior(0.0, 1.5)}
+    case = scenarios.make(num_outputs=num_outputs, num_units=3, level=3, prior=prior)
+    h, model = case.h, case.model
+    kernel = model.layer.activation.kernel
+    expected = torch.zeros(len(h), len(h))
+    for unit in range(3):
+        distance = (h[:, unit, None] - h[None, :, unit]).abs()
+        expected += model.unit_scale[unit] ** 2 * 1.5**2 * kernel.of_distance(distance)
+    design = model.layer.design(h)[:, 1:]
+    total = 1.5**2 * design @ design.mT + model.residual_covariance(h)
+    assert_close(total, expected.expand(num_outputs, -1, -1))

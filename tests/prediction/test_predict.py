@@ -733,6 +733,19 @@ def test_other_uses_of_a_model_by_eight_threads_are_those_of_one(guide):
         assert_close(value, expected[i % 4])
 
 
+def test_drawn_functions_have_gradients_and_take_batches():
+    case = scenarios.make(num_outputs=2)
+    case.model.input_shape = (2,)
+    draws = sample_functions(case.model, case.guide, 3)
+    x = torch.randn(4, 5, 2, requires_grad=True)
+    values = draws(x)
+    assert values.shape == (3, 4, 5, 2)
+    assert_close(draws(x[1].detach()), values[:, 1].detach())
+    assert torch.autograd.gradcheck(draws, x)
+    assert torch.autograd.gradcheck(draws[0], x)
+    assert not draws(x.detach()).requires_grad
+
+
 class CorrelatedLikelihood(Likelihood):
     """Two outputs whose noise is correlated: an event that is no product of elements."""
 

@@ -189,3 +189,32 @@ def test_numbers_are_embedded_if_asked_for(tmp_path):
     assert model.predict(numbers).shape == (50,)
     with pytest.raises(ValueError, match="`numeric_embedding` must be one of"):
         DAKRegressor(**options, numeric_embedding="spline").fit(numbers, numbers[:, 0])
+
+
+def test_arrays_of_a_model_of_frames_have_its_columns():
+    X, y = table(60)
+    model = DAKRegressor(**(OPTIONS | {"epochs": 2})).fit(X, y)
+    with pytest.warns(UserWarning, match="does not have valid feature names"):
+        found = model.predict(X.to_numpy(dtype=object))
+    np.testing.assert_array_equal(found, model.predict(X))
+
+
+def test_frames_with_too_few_rows_or_columns_are_refused():
+    X, y = table(60)
+    model = DAKRegressor(**(OPTIONS | {"epochs": 2})).fit(X, y)
+    with pytest.raises(ValueError, match=r"0 sample\(s\) \(shape=\(0, 5\)\) while a minimum of 1"):
+        model.predict(X[:0])
+    with pytest.raises(ValueError, match=r"1 sample\(s\) .* while a minimum of 2"):
+        model.fit(X[:1], y[:1])
+    with pytest.raises(ValueError, match=r"0 feature\(s\)"):
+        DAKRegressor(**OPTIONS).fit(X[[]], y)
+
+
+def test_models_of_earlier_versions_take_frames_of_numbers_only():
+    X = pd.DataFrame({"a": np.arange(30.0), "b": np.arange(30.0) ** 2})
+    model = DAKRegressor(**(OPTIONS | {"epochs": 2})).fit(X, X["a"])
+    expected = model.predict(X)
+    model.columns_ = None
+    np.testing.assert_array_equal(model.predict(X), expected)
+    with pytest.raises(ValueError, match="contains NaN"):
+        model.predict(X.assign(a=np.nan))

@@ -119,7 +119,7 @@ def test_warm_start_goes_on_and_partial_fit_learns():
     streamed = regressor()
     losses = []
     for _ in range(40):
-        streamed.partial_fit(X, y)
+        streamed.partial_fit(X, y, update_network=True)
         losses.append(streamed.history_.rows[0]["loss"])
     assert losses[-1] < losses[0] - 0.3
     assert streamed.num_rows_seen_ == 40 * 200

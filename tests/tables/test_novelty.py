@@ -111,10 +111,10 @@ def test_a_loaded_estimator_has_the_same_novelty(tmp_path, kind, input_units):
     np.testing.assert_array_equal(*found)
 
 
-def test_after_partial_fit_novelty_is_not_known():
+def test_after_partial_fit_of_the_network_novelty_is_not_known():
     estimator = fitted()
     X, y = make_rows(50)
-    estimator.partial_fit(X, y)
+    estimator.partial_fit(X, y, update_network=True)
     with pytest.raises(ValueError, match="does not know how strange its rows are"):
         _ = estimator.predict_dist(X).novelty
     with pytest.raises(ValueError, match="only a prediction of classes has the entropy"):

@@ -35,7 +35,15 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
 from pyro_dak.model.rows import Inputs
-from pyro_dak.validation import check_choice, check_integer, check_kind, check_real
+from pyro_dak.validation import (
+    check_choice,
+    check_finite,
+    check_floating,
+    check_has_values,
+    check_integer,
+    check_kind,
+    check_real,
+)
 
 __all__ = ["Covariance", "NaturalGuide", "RowSums"]
 
@@ -167,6 +175,31 @@ class NaturalGuide(TrilGuide):
         """The state without what follows from mean and precision, which is made when needed."""
         empty = dict[str, Any](_roots={}, _inverses={}, _moment=None, _of_moment={})
         return {**self.__dict__, **empty}
+
+    @torch.no_grad()
+    def set_parameters(self, mean: Tensor, precision: Tensor) -> None:
+        """Set the means `(F, K)` and the precisions, in the shape of `precision`.
+
+        For covariance "joint" or "shared"; the precisions must be positive definite.
+        """
+        if self.covariance == "diagonal":
+            raise NotImplementedError(
+                'With covariance="diagonal" means and precisions belong together; use "joint".'
+            )
+        for name, value in (("mean", mean), ("precision", precision)):
+            own = self._buffers[name]
+            assert own is not None
+            check_floating(name, value)
+            check_has_values(name, value)
+            check_finite(name, value)
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"`{name}` must have shape {tuple(own.shape)}; got {tuple(value.shape)}."
+                )
+        if bool(torch.linalg.cholesky_ex(precision.to(self.precision)).info.any()):
+            raise ValueError("`precision` must be positive definite.")
+        self.mean.copy_(mean)
+        self.precision.copy_(precision)
 
     # q as a distribution
 
