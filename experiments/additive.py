@@ -25,7 +25,7 @@ import torch
 import typer
 
 from experiments.datasets import load_regression
-from experiments.estimators import average, score, scores_of
+from experiments.estimators import average, metric_rows, score, scores_of
 from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak.tables.additive import DAKAdditiveRegressor
@@ -34,7 +34,6 @@ from pyro_dak.validation import check_choice
 SETS = ("housing", "energy", "yacht")
 SIMULATED = "simulated"
 MODELS = ("dak", "dak_pairs", "ebm", "ebm_pairs", "pygam")
-METRICS = ("rmse", "nlpd", "coverage_95", "fit_seconds")
 HEADLINE = {"rmse": "RMSE", "coverage_95": "95 % coverage", "fit_seconds": "s"}
 # The functions of the simulated columns, and the numbers of rows and the noise of its tables.
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -164,16 +163,7 @@ def summary(runs: list[Line]) -> list[str]:
 def table(runs: list[Line]) -> str:
     """Means over the splits, the ratios, and the coverage of bands, as Markdown."""
     real = [line for line in runs if line["config"]["dataset"] != SIMULATED]
-    scores, rows = scores_of(real), []
-    for dataset in [name for name in (*SETS, "diabetes") if any(k[0] == name for k in scores)]:
-        splits = max(len(scores.get((dataset, name), [])) for name in MODELS)
-        for metric in METRICS:
-            cells = []
-            for name in MODELS:
-                mean, error = average(scores, dataset, name, metric)
-                cell = "" if math.isnan(mean) else f"{mean:.3f}"
-                cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
-            rows.append([dataset, str(splits), metric, *cells])
+    rows = metric_rows(scores_of(real), (*SETS, "diabetes"), MODELS)
     lines = [markdown_table(["set", "splits", "metric", *MODELS], rows), "", *summary(runs)]
     bands = [line["metrics"] for line in runs if line["config"]["dataset"] == SIMULATED]
     if bands:

@@ -13,7 +13,7 @@ again. With `--model` come what others use: `lightgbm`, `catboost`, `ngboost` (e
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -295,12 +295,10 @@ def summary(scores: Scores) -> list[str]:
     return lines
 
 
-def table(runs: list[Line]) -> str:
-    """Means over the splits, one line per data set and metric, and a summary, as Markdown."""
-    scores = scores_of(runs)
-    columns = [*COLUMNS, *(name for name in PEERS if any(key[1] == name for key in scores))]
+def metric_rows(scores: Scores, sets: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
+    """Means and standard errors over the splits, one row per data set and metric."""
     rows = []
-    for dataset in [name for name in SETS if any(key[0] == name for key in scores)]:
+    for dataset in [name for name in sets if any(key[0] == name for key in scores)]:
         splits = max(len(scores.get((dataset, name), [])) for name in columns)
         for metric in METRICS:
             cells = []
@@ -310,6 +308,14 @@ def table(runs: list[Line]) -> str:
                 cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
             if any(cells):  # earlier runs have fewer metrics
                 rows.append([dataset, str(splits), metric, *cells])
+    return rows
+
+
+def table(runs: list[Line]) -> str:
+    """Means over the splits, one line per data set and metric, and a summary, as Markdown."""
+    scores = scores_of(runs)
+    columns = [*COLUMNS, *(name for name in PEERS if any(key[1] == name for key in scores))]
+    rows = metric_rows(scores, SETS, columns)
     lines = [markdown_table(["set", "splits", "metric", *columns], rows), "", *summary(scores)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -13,8 +13,7 @@ import pandas as pd
 import torch
 from scipy.stats import norm
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import assert_all_finite, check_array, check_consistent_length, column_or_1d
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
@@ -22,6 +21,7 @@ from pyro_dak.additive.quadrature import gauss_hermite
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.tables.additive_files import read_additive, write_additive
 from pyro_dak.tables.base import scales
+from pyro_dak.tables.estimators import validated_labels
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, fit_student
 from pyro_dak.tables.schema import Columns, as_frame, learn_columns, raw_columns
 from pyro_dak.tables.shapes import Posterior, Rows, choose_pairs, fit_classes, fit_numbers
@@ -571,10 +571,7 @@ class DAKAdditiveClassifier(ClassifierMixin, _AdditiveEstimator):
     """
 
     def _validated_targets(self, y: Any) -> Array:
-        y = column_or_1d(y, warn=True)
-        assert_all_finite(y, input_name="y")
-        check_classification_targets(y)
-        return y
+        return validated_labels(y)
 
     def _set_targets(self, y: Array, weights: Array) -> Array:
         self.classes_, labels = np.unique(y, return_inverse=True)

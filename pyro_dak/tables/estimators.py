@@ -19,7 +19,7 @@ from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, c
 from pyro_dak.tables.rows import Rows, effective_number
 from pyro_dak.validation import check_real
 
-__all__ = ["DAKClassifier", "DAKRegressor"]
+__all__ = ["DAKClassifier", "DAKRegressor", "validated_labels"]
 
 # The number of draws of f in class probabilities. Every row and every call has the same draws.
 _NUM_DRAWS = 32
@@ -254,10 +254,7 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return self._partial_fit(X, y, sample_weight, classes)
 
     def _validated_targets(self, y: Any) -> Array:
-        y = column_or_1d(y, warn=True)
-        assert_all_finite(y, input_name="y")
-        check_classification_targets(y)
-        return y
+        return validated_labels(y)
 
     def _set_targets(self, y: Array, weights: Array) -> None:
         self.classes_ = np.unique(y)
@@ -360,3 +357,11 @@ def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Te
     generator = torch.Generator(moments.mean.device).manual_seed(0)
     draws = sample_marginals(moments, _NUM_DRAWS, generator) / temperature
     return likelihoods.CategoricalLikelihood().class_probabilities(moments, draws)
+
+
+def validated_labels(y: Any) -> Array:
+    """Labels of classes as an array `(N,)`, or an error."""
+    y = column_or_1d(y, warn=True)
+    assert_all_finite(y, input_name="y")
+    check_classification_targets(y)
+    return y
