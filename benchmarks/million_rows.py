@@ -1,6 +1,6 @@
 """Memory and time of the estimator on a large table: one epoch of `fit`, then `predict`.
 
-    python -m benchmarks.million_rows [--rows 1000000] [--columns 10] [--ensemble-size 1]
+    python -m benchmarks.million_rows [--rows 1000000] [--columns 10] [--ensemble-size 5]
 
 Prints seconds and the peak memory of the process; bars on stderr show progress.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--columns", type=int, default=10)
-    parser.add_argument("--ensemble-size", type=int, default=1)
+    parser.add_argument("--ensemble-size", type=int, default=5)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     X = rng.standard_normal((options.rows, options.columns))

@@ -3,10 +3,12 @@
     python -m experiments.estimators
     python -m experiments.estimators --quick
 
-`DAKRegressor()` and `DAKRegressor(ensemble_size=5)` with their defaults; a network with a learned
-noise and five mean-variance networks (a deep ensemble) with the same widths, epochs, batches and
-schedule, trained on all training rows. `*_calibrated` are the same networks with the calibration on
-held-out rows that the estimators have. A run that is recorded already is not made again.
+`DAKRegressor(ensemble_size=1)` and `DAKRegressor()`, which has five members; a network with a
+learned noise and five mean-variance networks (a deep ensemble) with the same widths, epochs,
+batches and schedule, trained on all training rows. `*_calibrated` are the same networks with the
+calibration on held-out rows that the estimators have. A run that is recorded already is not made
+again. With `--model` come what others use: `lightgbm`, `catboost`, `ngboost` (extra `peers`), and
+`es5`, five mean-variance networks that stop early.
 """
 
 import math
@@ -22,6 +24,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from experiments import table_peers
 from experiments.datasets import load_regression
 from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
@@ -53,7 +56,16 @@ SETS = (
 LARGE = SETS[-3:]
 MODELS = ("dak", "nn", "dak5", "mv5")
 COLUMNS = ("dak", "nn", "nn_calibrated", "dak5", "mv5", "mv5_calibrated")
-METRICS = ("rmse", "nlpd", "coverage_95", "fit_seconds")
+PEERS = ("lightgbm", "catboost", "ngboost", "es5")
+METRICS = (
+    "rmse",
+    "nlpd",
+    "crps",
+    "interval_score_95",
+    "coverage_50",
+    "coverage_95",
+    "fit_seconds",
+)
 HEADLINE = {"rmse": "RMSE", "nlpd": "NLPD", "coverage_95": "95 % coverage", "fit_seconds": "s"}
 HIDDEN = (64, 32, 64)
 # Seed of the splits; others were used while the defaults were chosen.
@@ -136,7 +148,7 @@ class MLPRegressor:
             everywhere = network.moments(self.rows.x)  # (E, N)
         mean, log_var = (part.gather(1, held_out).double().numpy() for part in everywhere)
         y, var = self.rows.y[held_out, 0].double().numpy(), np.exp(log_var)
-        self.calibration, self.df, self.factor = calibrate(y, mean, var, self.size)
+        self.calibration, self.df, self.factor, _ = calibrate(y, mean, var, self.size)
 
     def _inputs(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
@@ -158,22 +170,32 @@ class MLPRegressor:
 def score(prediction: StudentPrediction, y: np.ndarray) -> dict[str, float]:
     """Metrics in the units of the data."""
     lower, upper = prediction.interval(0.95)
+    low, high = prediction.interval(0.5)
+    outside = np.maximum(lower - y, 0) + np.maximum(y - upper, 0)
     return {
         "rmse": float(np.sqrt(np.mean((y - prediction.mean) ** 2))),
         "nlpd": float(-prediction.log_prob(y).mean()),
+        "crps": float(prediction.crps(y).mean()),
+        "coverage_50": float(np.mean((y >= low) & (y <= high))),
         "coverage_95": float(np.mean((y >= lower) & (y <= upper))),
         "width_95": float(np.mean(upper - lower)),
+        "interval_score_95": float(np.mean(upper - lower + 2 / 0.05 * outside)),
     }
 
 
 def build(name: str, seed: int, epochs: int | None) -> Any:
     """The model with this name."""
     makers: dict[str, Callable[[], Any]] = {
-        "dak": lambda: DAKRegressor(random_state=seed, epochs=epochs, progress=False),
+        "dak": lambda: DAKRegressor(1, random_state=seed, epochs=epochs, progress=False),
         "dak5": lambda: DAKRegressor(5, random_state=seed, epochs=epochs, progress=False),
         "nn": lambda: MLPRegressor(1, False, seed, epochs),
         "mv5": lambda: MLPRegressor(5, True, seed, epochs),
+        "es5": lambda: table_peers.EarlyStoppedEnsemble(
+            lambda input_dim, seed: StackedMLP(input_dim, 5, True, seed), seed, epochs
+        ),
     }
+    trees = {} if epochs is None else {"trees": epochs}
+    makers |= {peer: partial(kind, seed, **trees) for peer, kind in table_peers.PEERS.items()}
     check_choice("model", name, makers)
     return makers[name]()
 
@@ -201,7 +223,7 @@ def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> 
         model.calibrate()
         metrics[f"{name}_calibrated"] = score(model.predict_dist(x[test]), y[test, 0])
         fitted |= {"calibration": model.calibration, "df": model.df}
-    else:
+    elif isinstance(model, DAKRegressor):
         fitted |= {"calibration": model.calibration_, "df": model.tail_df_}
         fitted |= {"best_epoch": model.history_.best_epoch}
     return {"metrics": metrics, "fitted": fitted}
@@ -276,23 +298,25 @@ def summary(scores: Scores) -> list[str]:
 def table(runs: list[Line]) -> str:
     """Means over the splits, one line per data set and metric, and a summary, as Markdown."""
     scores = scores_of(runs)
+    columns = [*COLUMNS, *(name for name in PEERS if any(key[1] == name for key in scores))]
     rows = []
     for dataset in [name for name in SETS if any(key[0] == name for key in scores)]:
-        splits = max(len(scores.get((dataset, name), [])) for name in COLUMNS)
+        splits = max(len(scores.get((dataset, name), [])) for name in columns)
         for metric in METRICS:
             cells = []
-            for name in COLUMNS:
+            for name in columns:
                 mean, error = average(scores, dataset, name, metric)
                 cell = "" if math.isnan(mean) else f"{mean:.3f}"
                 cells.append(cell if math.isnan(error) else f"{cell} ± {error:.3f}")
-            rows.append([dataset, str(splits), metric, *cells])
-    lines = [markdown_table(["set", "splits", "metric", *COLUMNS], rows), "", *summary(scores)]
+            if any(cells):  # earlier runs have fewer metrics
+                rows.append([dataset, str(splits), metric, *cells])
+    lines = [markdown_table(["set", "splits", "metric", *columns], rows), "", *summary(scores)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all nine.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="dak, dak5, nn, mv5; all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="dak, dak5, nn, mv5; peers.")] = None,
     splits: Annotated[int, typer.Option(help="Random splits; 2 on the large sets.")] = 5,
     resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,

@@ -57,6 +57,7 @@ EXPERIMENTS = (
     "bandit",
     "bench",
     "cost",
+    "coverage",
     "estimators",
     "hmc",
     "images",

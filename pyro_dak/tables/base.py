@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_consistent_length, check_random_state
@@ -32,6 +33,7 @@ from pyro_dak.tables.rows import (
     Rows,
     default_batch_size,
     default_epochs,
+    default_fraction,
     effective_number,
     held_out_rows,
     rows_kept_apart,
@@ -39,20 +41,23 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
+from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
-from pyro_dak.validation import check_integer, check_positive, check_probability
+from pyro_dak.validation import check_choice, check_integer, check_positive, check_probability
 
 __all__ = ["Parameters", "TableEstimator", "scales", "standardized"]
 
 # With fewer rows than this, no rows are held out.
 _LEAST_ROWS = 20
 _NUM_FOLDS = 5
-# The number of rows that are computed at a time, and how many numbers of q(f) they may have.
+# The number of rows that are computed at a time, and the features or numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
+# The number of bins of a column that is embedded.
+_NUM_BINS = 8
 # Inputs of these types are taken as they are; others become the first.
 _DTYPES = [np.float64, np.float32]
 
@@ -61,7 +66,7 @@ _DTYPES = [np.float64, np.float32]
 class Parameters:
     """The arguments of the estimators. `DAKRegressor` explains them."""
 
-    ensemble_size: int = 1
+    ensemble_size: int = 5
     hidden_layer_sizes: tuple[int, ...] = (64, 32, 64)
     num_units: int = 16
     level: int = 5
@@ -72,23 +77,24 @@ class Parameters:
     learning_rate: float = 2e-2
     weight_decay: float = 0.0
     early_stopping: bool = True
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     refit: bool | None = None
     warm_start: bool = False
     random_state: Any = None
     device: str = "auto"
     progress: bool = True
     input_units: bool = False
+    categorical_features: Any = "from_dtype"
+    numeric_embedding: str | None = None
 
 
 class TableEstimator(Parameters, BaseEstimator):
     """The base of both estimators. A subclass defines targets, likelihood and calibration."""
 
-    # Whether `_calibrate` needs rows that two members have not seen.
-    _shares_held_out_rows = False
     # The factors that leave predictions as the model makes them.
-    _uncalibrated: ClassVar[dict[str, float]]
+    _uncalibrated: ClassVar[dict[str, Any]]
     ensemble_: Ensemble
+    columns_: Columns | None
     conditioned_: ConditionedMembers | None
     novelty_: EnsembleNovelty | None
     kept_apart_: list[Any] | None
@@ -113,12 +119,18 @@ class TableEstimator(Parameters, BaseEstimator):
         """Scores of held-out rows, `(E, n)`; smaller is better, and calibration changes nothing."""
         raise NotImplementedError
 
-    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
-        """Set the factors that make predictions of held-out rows as wide as their errors.
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int, is_refit: bool) -> None:
+        """Set the factors that make predictions of new rows as wide as their errors.
 
-        The last `overlap` rows of a member are the first rows of the next member.
+        The last `overlap` rows of a member are the first rows of the next member. With `is_refit`
+        other members will predict, which are trained in the same way.
         """
         raise NotImplementedError
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
 
     def _check_parameters(self) -> None:
         for name in ("ensemble_size", "num_units", "level"):
@@ -132,8 +144,11 @@ class TableEstimator(Parameters, BaseEstimator):
             raise ValueError("`hidden_layer_sizes` must hold at least one width.")
         for width in self.hidden_layer_sizes:
             check_integer("hidden_layer_sizes", width, minimum=1)
-        check_probability("validation_fraction", self.validation_fraction)
+        if self.validation_fraction is not None:
+            check_probability("validation_fraction", self.validation_fraction)
         check_positive("learning_rate", self.learning_rate)
+        if self.numeric_embedding is not None:
+            check_choice("numeric_embedding", self.numeric_embedding, ("piecewise",))
         for name in ("heteroscedastic", "early_stopping", "warm_start", "refit", "input_units"):
             value = getattr(self, name)
             if value not in (True, False) and not (name == "refit" and value is None):
@@ -169,7 +184,7 @@ class TableEstimator(Parameters, BaseEstimator):
 
     def _build(self, size: int, seed: int) -> Ensemble:
         """New members on the device, each with its own seed."""
-        widths, members = [self.n_features_in_, *self.hidden_layer_sizes], []
+        widths, members = [len(self.x_mean_), *self.hidden_layer_sizes], []
         for index in range(size):
             with _BUILDING, seeded(seed + index, torch.device("cpu")):
                 layers = [part for w in pairwise(widths) for part in (nn.Linear(*w), nn.ReLU())]
@@ -183,16 +198,17 @@ class TableEstimator(Parameters, BaseEstimator):
                     input_units=bool(self.input_units),
                     prior_scale=1.0,
                 )
-                model.input_shape = (self.n_features_in_,)
+                model.input_shape = (widths[0],)
                 members.append((model, MeanFieldGuide(model, init_scale=0.1)))
         return self._copy(Ensemble(members))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Train on a table of numbers, `(N, D)`, and return the estimator.
+        """Train on a table, `(N, D)`, and return the estimator.
 
-        A row counts as often as `sample_weight` says, `(N,)`; by default once. That holds for
-        training, for stopping and for the calibration. If `fit` fails or is interrupted, the
-        estimator stays as it was.
+        X is an array of numbers, or a data frame with columns of numbers, booleans, dates, texts
+        and categories, and values may be missing. A row counts as often as `sample_weight` says,
+        `(N,)`; by default once. That holds for training, for stopping and for the calibration. If
+        `fit` fails or is interrupted, the estimator stays as it was.
         """
         is_warm = self.warm_start and hasattr(self, "ensemble_")
         with self._unchanged_by_failure():
@@ -295,7 +311,7 @@ class TableEstimator(Parameters, BaseEstimator):
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
                 "is None."
             )
-        X = validate_data(self, X, reset=is_first, dtype=_DTYPES, ensure_min_samples=min_rows)
+        X = self._validated_inputs(X, is_first, min_rows)
         y = self._validated_targets(y)
         check_consistent_length(X, y)
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -311,8 +327,61 @@ class TableEstimator(Parameters, BaseEstimator):
             X, y, weights = X[is_used], y[is_used], weights[is_used]
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
+            num_bins = 0 if self.numeric_embedding is None else _NUM_BINS
+            self.columns_ = _learn(X, self._categorical_names(X), num_bins)
+        X = _encoded(X, self.columns_)
+        if is_first:
             self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
         return X, y, weights
+
+    def _validated_inputs(self, X: Any, is_first: bool, least_rows: int = 1) -> Any:
+        """X as an array of numbers, or as a data frame whose columns are called by text.
+
+        Arrays become data frames if some of their columns are categories.
+        """
+        checks: dict[str, Any] = {"reset": is_first, "ensure_min_samples": least_rows}
+        columns = None if is_first else self.__dict__.get("columns_")
+        if columns is None and not is_first:  # a model of an earlier version
+            return validate_data(self, X, dtype=_DTYPES, **checks)
+        chosen = self.categorical_features
+        has_numbers = chosen is None or _is_from_dtype(chosen)
+        has_numbers = has_numbers if columns is None else columns.are_numbers
+        frame = as_frame(X)
+        if frame is None and has_numbers:
+            return validate_data(self, X, dtype=_DTYPES, ensure_all_finite="allow-nan", **checks)
+        if frame is None:
+            X = validate_data(self, X, dtype=None, ensure_all_finite=False, **checks)
+            frame = pd.DataFrame(X)
+        else:
+            validate_data(self, frame, reset=is_first, skip_check_array=True)
+            _check_shape(frame, least_rows)
+        if columns is not None:
+            return frame.set_axis(columns.names, axis=1)
+        has_names = hasattr(self, "feature_names_in_")
+        names = [*self.feature_names_in_] if has_names else _names(frame.shape[1])
+        return frame.set_axis(names, axis=1)
+
+    def _categorical_names(self, X: Any) -> list[str] | None:
+        """The names of the columns of categories; None if their types say which they are."""
+        chosen = self.categorical_features
+        if _is_from_dtype(chosen):
+            return None
+        names = list(X.columns) if isinstance(X, pd.DataFrame) else _names(X.shape[1])
+        if chosen is None:
+            return []
+        chosen = np.atleast_1d(np.asarray(chosen))
+        if chosen.dtype == bool and chosen.shape == (len(names),):
+            return [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+        if chosen.dtype.kind in "iu" and (np.abs(chosen + 0.5) < len(names)).all():
+            return [names[index] for index in chosen]
+        if chosen.size == 0:
+            return []
+        if chosen.dtype.kind in "OU" and set(chosen) <= set(names):
+            return [str(name) for name in chosen]
+        raise ValueError(
+            "`categorical_features` must be 'from_dtype', None, or names, numbers or a mask of "
+            f"some of the {len(names)} columns; got {self.categorical_features!r}."
+        )
 
     def _rows(self, X: Array, y: Array, weights: Array) -> Rows:
         """The rows as tensors on the device: standardised inputs, targets and weights."""
@@ -328,18 +397,18 @@ class TableEstimator(Parameters, BaseEstimator):
         return standardized("X", X.astype(np.float64), self.x_mean_, self.x_scale_, limit)
 
     def _fit_rows(self, rows: Rows, start: Ensemble | None) -> None:
-        """Train on the rows in one or two passes, and calibrate on rows that are held out.
+        """Train on the rows, and calibrate on rows that are held out.
 
-        In the first pass every member trains without its held-out part. All parts together decide
-        when the members stop, and how wide predictions must be. With few rows, or with one member,
-        a second pass trains on all rows for as many epochs. So the errors of the held-out rows are
-        those of networks that were trained just as long as the ones that predict.
+        Every member trains without its held-out part. All parts together decide when the members
+        stop, and how wide predictions must be. Several members are done after this one pass. A
+        single one is trained again, on all rows, for as many epochs; so the errors of the held-out
+        rows are those of networks that were trained just as long as the one that predicts.
         """
         seed, E = self._seed(), self.ensemble_size
         plan = self._plan(len(rows.x), seed)
         is_small = effective_number(rows.weights) < FEW_ROWS
-        by_default = (E == 1 or is_small) and not self.warm_start
-        refit = (by_default if self.refit is None else self.refit) and start is None
+        by_default = E == 1 and not self.warm_start
+        refit = bool(by_default if self.refit is None else self.refit) and start is None
         if start is None or not self.early_stopping:
             self.__dict__.update(self._uncalibrated)
         num_parts = max(E, _NUM_FOLDS) if refit and is_small else E
@@ -353,8 +422,10 @@ class TableEstimator(Parameters, BaseEstimator):
             )
             return
         self.ensemble_ = start or self._build(num_parts, seed)
-        self._stop_and_calibrate(rows, held_out, overlap, plan)
-        reference = reference_of(self.ensemble_, rows.x, held_out, self._entropies)
+        self._stop_and_calibrate(rows, held_out, overlap, plan, refit)
+        reference = reference_of(
+            self.ensemble_, rows.x, held_out, self._entropies, overlap if E > 1 else 0, E
+        )
         if refit:
             self.ensemble_ = self._build(E, seed + 1000)
             plan = replace(plan, stop_after=self.history_.best_epoch)
@@ -362,7 +433,7 @@ class TableEstimator(Parameters, BaseEstimator):
             self.history_.rows += second.rows
             self.history_.seconds += second.seconds
         self.novelty_ = learn_novelty(
-            self.ensemble_, rows.x, held_out[:E], reference, self._entropies, bool(refit)
+            self.ensemble_, rows.x, held_out[:E], reference, self._entropies, refit
         )
 
     def _entropies(self, moments: FunctionMoments) -> tuple[Tensor, Tensor] | None:
@@ -387,7 +458,9 @@ class TableEstimator(Parameters, BaseEstimator):
         `kept_apart_` becomes the share of rows that no call of `fit` trains on and the seed that
         chooses them, or None if there are no such rows.
         """
-        N, fraction, device = len(rows.x), self.validation_fraction, rows.x.device
+        N, device, fraction = len(rows.x), rows.x.device, self.validation_fraction
+        if fraction is None:
+            fraction = default_fraction(effective_number(rows.weights))
         if not self.early_stopping or effective_number(rows.weights) < _LEAST_ROWS:
             self.kept_apart_ = None
             return torch.empty(num_parts, 0, dtype=torch.long, device=device), 0
@@ -395,7 +468,7 @@ class TableEstimator(Parameters, BaseEstimator):
             keeps_apart = self.warm_start and not self.refit
             self.kept_apart_ = [share_kept_apart(N, fraction), seed] if keeps_apart else None
             if not keeps_apart:
-                overlap = self.ensemble_size > 1 and self._shares_held_out_rows
+                overlap = self.ensemble_size > 1
                 held_out = held_out_rows(N, num_parts, fraction, seed, overlap)
                 return held_out.to(device), held_out.shape[1] // 2 if overlap else 0
         elif self.__dict__.get("kept_apart_") is None:  # as in files of earlier versions
@@ -408,10 +481,12 @@ class TableEstimator(Parameters, BaseEstimator):
         assert self.kept_apart_ is not None
         held_out = rows_kept_apart(rows, *self.kept_apart_).to(device)
         if len(held_out) > N - 2:
-            raise ValueError(f"`validation_fraction`={fraction} leaves no rows to train on.")
+            raise ValueError(f"`validation_fraction`={fraction:g} leaves no rows to train on.")
         return held_out.expand(num_parts, -1), len(held_out)
 
-    def _stop_and_calibrate(self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan) -> None:
+    def _stop_and_calibrate(
+        self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan, is_refit: bool
+    ) -> None:
         """Train without the held-out rows for as long as these say, and calibrate on them.
 
         A row counts as much as its weight says, here as in training.
@@ -425,7 +500,7 @@ class TableEstimator(Parameters, BaseEstimator):
 
         self.history_ = train(ensemble, without(rows, held_out), plan, score_fn, self.progress)
         with torch.no_grad():
-            self._calibrate(part, ensemble, overlap)
+            self._calibrate(part, ensemble, overlap, is_refit)
 
     def _moments(
         self, X: Any, novelty: bool = False
@@ -436,10 +511,11 @@ class TableEstimator(Parameters, BaseEstimator):
         `novelty`, leverages `(N,)` come with each chunk, in a list, which is empty without.
         """
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=_DTYPES)
+        X = _encoded(self._validated_inputs(X, is_first=False), self.__dict__.get("columns_"))
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
+        numbers = max(numbers, len(ensemble) * ensemble.model.feature_dim)
         conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
         learned = self.__dict__.get("novelty_") if novelty else None
         if learned is not None:
@@ -456,6 +532,53 @@ class TableEstimator(Parameters, BaseEstimator):
                     yield ensemble, ensemble.moments_from(features), leverages
                 else:
                     yield ensemble, conditioned.moments(ensemble, features), leverages
+
+
+def _check_shape(frame: pd.DataFrame, least_rows: int) -> None:
+    """Raise if a data frame has too few rows or no columns, in the words of scikit-learn."""
+    least = {"sample": least_rows, "feature": 1}
+    for number, (what, minimum) in zip(frame.shape, least.items(), strict=True):
+        if number < minimum:
+            raise ValueError(
+                f"Found array with {number} {what}(s) (shape={frame.shape}) while a minimum of "
+                f"{minimum} is required."
+            )
+
+
+def _is_from_dtype(chosen: Any) -> bool:
+    """Whether the types of columns say which of them are categories."""
+    return isinstance(chosen, str) and chosen == "from_dtype"
+
+
+def _names(number: int) -> list[str]:
+    """The names of columns without any."""
+    return [f"x{index}" for index in range(number)]
+
+
+def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
+    """What the columns of an array or of a data frame are."""
+    if isinstance(X, pd.DataFrame) or num_bins > 0:
+        names = None if isinstance(X, pd.DataFrame) else _names(X.shape[1])
+        return learn_columns(pd.DataFrame(X, columns=names, copy=False), categorical, num_bins)
+    medians, with_missing = {}, []
+    for name, column in zip(_names(X.shape[1]), X.T, strict=True):
+        known = column[~np.isnan(column)]
+        medians[name] = float(np.median(known)) if len(known) else 0.0
+        if len(known) < len(column):
+            with_missing.append(name)
+    return Columns([*medians], medians, with_missing)
+
+
+def _encoded(X: Any, columns: Columns | None) -> Array:
+    """An array or a data frame as numbers, `(N, D)`; arrays without gaps are returned as such."""
+    if columns is None:
+        return X
+    if isinstance(X, pd.DataFrame):
+        return encode(X, columns)
+    if columns.with_missing or columns.bins:
+        return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
+    is_missing = np.isnan(X)
+    return np.where(is_missing, [*columns.medians.values()], X) if is_missing.any() else X
 
 
 def scales(

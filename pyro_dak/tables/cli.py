@@ -39,7 +39,16 @@ from pyro_dak.tables.files import (
 )
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.saving import read_estimator, write_estimator
-from pyro_dak.tables.schema import Schema, inputs, learn_schema, numbers_of_classes, targets
+from pyro_dak.tables.schema import (
+    Columns,
+    Target,
+    check_columns,
+    check_table,
+    learn_target,
+    numbers_of_classes,
+    targets,
+    typed,
+)
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
 
@@ -133,7 +142,7 @@ def fit(
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
     task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
-    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 1,
+    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 5,
     epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
@@ -156,20 +165,26 @@ def fit(
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
             raise TableError(f"has {len(frame)} rows; at least {_LEAST_ROWS} are needed.")
-        schema = learn_schema(frame, target, task, drop or (), categorical or ())  # type: ignore[arg-type]
-        y, X = targets(frame, schema), inputs(frame, schema)
+        check_columns(frame, [target])
+        X = typed(frame, [target, *(drop or ())], categorical or ())
+        if X.shape[1] == 0:
+            raise TableError(
+                f"has no column beside the target `{target}`; there is nothing to learn."
+            )
+        aim = learn_target(frame, target, task)  # type: ignore[arg-type]
+        y = targets(frame, aim)
         del frame  # its texts take more memory than all that follows
-        if schema.task == "classification" and len(np.unique(y)) < 2:
+        if aim.task == "classification" and len(np.unique(y)) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
-    kind = DAKClassifier if schema.task == "classification" else DAKRegressor
+    kind = DAKClassifier if aim.task == "classification" else DAKRegressor
     estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
     if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
         _say(f"Learning `{target}` from {len(X)} rows ...")
     estimator.fit(X, y)
-    extra = {"table": schema.to_json(), "num_rows": len(X), "version": _version()}
+    extra = {"table": aim.to_json(), "num_rows": len(X), "version": _version()}
     write_estimator(estimator, out, force, extra)
     if not quiet:
-        _print_pairs(_facts(estimator, schema, extra) | {"saved to": out}, Console(stderr=True))
+        _print_pairs(_facts(estimator, aim, extra) | {"saved to": out}, Console(stderr=True))
 
 
 @app.command()
@@ -195,14 +210,14 @@ def predict(
         raise typer.BadParameter("must lie between 0 and 1.", param_hint="--level")
     if out is not None and out != STANDARD:
         check_writable(out, force)
-    estimator, schema, _ = _load(model, quiet)
-    X = _inputs(table, schema, delimiter, ignore_unknown)[1]
-    if isinstance(estimator, DAKRegressor):
+    estimator, _, _ = _load(model, quiet)
+    X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)[1]
+    with _naming(table):
         prediction = estimator.predict_dist(X)
+    if isinstance(estimator, DAKRegressor):
         lower, upper = prediction.interval(level)
         columns = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
     else:
-        prediction = estimator.predict_dist(X)
         columns = {"label": estimator.classes_[prediction.probs.argmax(-1)]}
         names = enumerate(estimator.classes_)
         columns |= {f"p_{name}": prediction.probs[:, k] for k, name in names}
@@ -238,10 +253,10 @@ def evaluate(
         raise typer.BadParameter("a plot goes to a file.", param_hint="--plot")
     if plot is not None:
         check_writable(plot, force)
-    estimator, schema, _ = _load(model, quiet)
-    frame, X = _inputs(table, schema, delimiter, ignore_unknown)
+    estimator, target, _ = _load(model, quiet)
+    frame, X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)
     with _naming(table):
-        y = targets(frame, schema)
+        y = targets(frame, target)
         score = _score_regression if isinstance(estimator, DAKRegressor) else _score_classes
         scores, draw = score(estimator, X, y)
     if plot is not None:
@@ -259,20 +274,20 @@ def info(
     _print_pairs(_facts(*_load(model, True)), Console(), as_json)
 
 
-def _facts(estimator: Any, schema: Schema, extra: dict[str, Any]) -> dict[str, Any]:
+def _facts(estimator: Any, target: Target, extra: dict[str, Any]) -> dict[str, Any]:
     """What was learned, by name: `fit` prints it at its end, and `info` later."""
     rows, best = estimator.history_.rows, estimator.history_.best_epoch
     facts = {
-        "task": schema.task,
-        "target": schema.target,
-        "numeric columns": len(schema.medians),
-        "text columns": len(schema.categories),
+        "task": target.task,
+        "target": target.name,
+        "numeric columns": len(estimator.columns_.medians),
+        "text columns": len(estimator.columns_.categories),
         "training rows": extra.get("num_rows"),
         "networks": estimator.ensemble_size,
         "epochs": len(rows),
     }
     score = None if best is None else rows[best - 1]["val_score"]
-    if schema.task == "classification":
+    if target.task == "classification":
         facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
     else:
         if score is not None:  # it lacks a constant, and is that of standardised targets
@@ -342,8 +357,8 @@ def _naming(path: Path) -> Iterator[None]:
         raise TableError(f"{shown_name(path)}: {error}") from error
 
 
-def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
-    """The estimator, the schema of its table, and all that was stored with them."""
+def _load(model: Path, quiet: bool) -> tuple[Any, Target, dict[str, Any]]:
+    """The estimator, the target of its table, and all that was stored with them."""
     estimator, extra = read_estimator(model, _ESTIMATORS)
     if not extra or "table" not in extra:
         raise CheckpointError(
@@ -351,18 +366,25 @@ def _load(model: Path, quiet: bool) -> tuple[Any, Schema, dict[str, Any]]:
         )
     estimator.set_params(progress=_has_bars(quiet), device="auto")
     try:
-        return estimator, Schema.from_json(extra["table"]), extra
+        if estimator.columns_ is None:  # earlier versions stored the columns with the target
+            columns = Columns.from_json(extra["table"])
+            if len(columns.encoded_names) != estimator.n_features_in_:
+                raise ValueError("has other columns than the model.")
+            estimator.columns_, estimator.n_features_in_ = columns, len(columns.names)
+            estimator.feature_names_in_ = np.array(columns.names, dtype=object)
+        return estimator, Target.from_json(extra["table"]), extra
     except ValueError as error:
         raise CheckpointError(f"{model / 'config.json'}: {error}") from error
 
 
 def _inputs(
-    path: Path, schema: Schema, delimiter: str | None, ignore_unknown: bool
+    path: Path, columns: Columns, delimiter: str | None, ignore_unknown: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A table, and its inputs as numbers."""
+    """A table, and its input columns, which fit those of the training table."""
     frame = read_table(path, delimiter)
     with _naming(path):
-        return frame, inputs(frame, schema, ignore_unknown)
+        check_table(frame, columns, ignore_unknown)
+        return frame, frame[columns.names]
 
 
 def _print_pairs(pairs: dict[str, Any], console: Console, as_json: bool = False) -> None:

@@ -98,11 +98,11 @@ def train(
 ) -> History:
     """Minimise the loss of every member; the members are changed in place.
 
-    `score_fn` scores every member on held-out rows, `(E, n)`, where smaller is better. A member
-    whose last scores are worse than its best by two standard errors of the difference goes back to
-    its best. The run ends early if that has been so for all members in `plan.patience` scorings in
-    a row. Scores in one row, `(1, n)`, let all members stop together. With `progress`, a bar shows
-    what takes more than two seconds.
+    `score_fn` scores every member on held-out rows, `(E, n)`, where smaller is better. In the end
+    every member goes back to its best scoring. The run ends early if in `plan.patience` scorings in
+    a row all members were worse than their best by two standard errors of the difference. Scores
+    in one row, `(1, n)`, let all members stop together. With `progress`, a bar shows what takes
+    more than two seconds.
 
     Raises:
         TrainingError: if the loss or the gradient becomes NaN or infinite.

@@ -33,12 +33,13 @@ class _RegressorParameters(Parameters):
 class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
     """Regression with error bars: a network whose last layer is an additive Gaussian process.
 
-    Inputs and targets are standardised. The noise may differ from row to row. A part of the rows is
-    held out to stop training and to calibrate the width of predictions. With few rows, or with a
-    single member, a second pass then trains on all of them for as many epochs.
+    Inputs and targets are standardised. The noise may differ from row to row. Several networks are
+    trained in one pass, and their predictions are mixed. Each holds out another part of the rows.
+    These rows say when to stop, and how wide the predictions of the mixture must be.
 
     Args:
-        ensemble_size: the number of members, which are trained in one batched pass.
+        ensemble_size: the number of members, which are trained in one batched pass; 1 for a single
+            network, which is trained twice, the second time on all rows.
         hidden_layer_sizes: the widths of the network, whose last layer gives the features.
         num_units: the number of one-dimensional Gaussian processes that are added up.
         level: each of these has 2^level - 1 inducing points.
@@ -49,9 +50,11 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         weight_decay: the weight decay of the network.
         early_stopping: whether to hold out rows at all. Without, and with fewer than 20 rows, the
             width of predictions is not calibrated.
-        validation_fraction: the share of the rows that is held out, another part for each member.
-        refit: whether a second pass trains on all rows. By default it does for a single member and
-            below 2,000 rows, unless `warm_start` is set.
+        validation_fraction: the share of the rows that is held out from each member. The default
+            is a fifth below 2,000 rows, and else a tenth. Neighbouring members share half of these
+            rows, so that two members have not seen them.
+        refit: whether a second pass trains on all rows. By default it does for a single member,
+            unless `warm_start` is set.
         warm_start: whether `fit` continues from the last weights and scales. Rows that one `fit`
             has held out are then held out by all later ones, whatever their order, so that the
             calibration never uses a row that was trained on.
@@ -61,6 +64,13 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         input_units: whether the columns, at most 64, are units beside those of the network, and
             the variance that the grids of all units lose is added to predictions. They are then
             wider for rows that are unlike the training rows.
+        categorical_features: which columns hold categories: "from_dtype" for those of a data frame
+            that hold text or are of pandas's type for categories; None for none; or a list of
+            names, of numbers, or of booleans. A category that was not there in training counts as
+            none of the known ones, with a warning.
+        numeric_embedding: "piecewise" to give the network eight further columns for each column of
+            numbers: how much of each of eight bins, between quantiles, lies below the number. Then
+            it can learn steps and bends of single columns more easily.
 
     Attributes:
         ensemble_: the members; `ensemble_.members()` gives them as `DAK` and `MeanFieldGuide`.
@@ -69,17 +79,25 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             infinite for normal tails.
         mixture_factor_: a further factor of the squared scale, at most 1, because the mean of
             several members has smaller errors than a single member.
+        member_factors_: each member's own factor beside `calibration_`, found on its own held-out
+            rows; all 1 unless members clearly differ, and None after a refit.
         kept_apart_: with `warm_start`, the share of the rows that is never trained on and the seed
             that chooses them; else None.
         novelty_: what tells how strange a row is, or None after `partial_fit` of the network.
         conditioned_: what `partial_fit` has taught the last layers since then, or None.
         history_: losses and held-out scores by epoch.
+        columns_: what was learned about the columns: how categories, dates and missing values
+            become numbers.
         n_features_in_: the number of columns.
         feature_names_in_: the names of the columns, if `fit` was given a data frame.
     """
 
-    _shares_held_out_rows = True
-    _uncalibrated: ClassVar = {"calibration_": 1.0, "tail_df_": math.inf, "mixture_factor_": 1.0}
+    _uncalibrated: ClassVar[dict[str, Any]] = {
+        "calibration_": 1.0,
+        "tail_df_": math.inf,
+        "mixture_factor_": 1.0,
+        "member_factors_": None,
+    }
 
     def _likelihood(self) -> tuple[likelihoods.Likelihood, int]:
         kinds = likelihoods.GaussianLikelihood, likelihoods.HeteroscedasticLikelihood
@@ -155,11 +173,11 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         factor = (shares * squares.mean(-1)).sum().clamp(min=1e-12)
         return 0.5 * ((factor * var).log() + squares / factor).sum(-1)
 
-    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int, is_refit: bool) -> None:
         parts = (held_out.y, *_normal(ensemble, held_out.x), held_out.weights)
         y, mean, var, weights = (part.double().cpu().numpy() for part in parts)
-        found = calibrate(y, mean, var, self.ensemble_size, weights, overlap)
-        self.calibration_, self.tail_df_, self.mixture_factor_ = found
+        found = calibrate(y, mean, var, self.ensemble_size, weights, overlap, is_refit)
+        self.calibration_, self.tail_df_, self.mixture_factor_, self.member_factors_ = found
 
     def predict_dist(self, X: Any) -> StudentPrediction:
         """The predictive distribution of y for each row: mean, variance, intervals, densities.
@@ -174,8 +192,10 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             all_leverages += leverages
             members = ensemble.stacked_likelihood().predictive_moments(moments)
             mean, epistemic, aleatoric = members  # (E, N, C)
-            epistemic = self.calibration_ * epistemic.mean(0) + mean.var(0, correction=0)
-            aleatoric = self.calibration_ * aleatoric.mean(0)
+            scales = torch.tensor(self.member_factors_ or [1.0] * len(ensemble)).to(mean)
+            scales = self.calibration_ * scales.reshape(-1, 1, 1)  # (E, 1, 1)
+            epistemic = (scales * epistemic).mean(0) + mean.var(0, correction=0)
+            aleatoric = (scales * aleatoric).mean(0)
             parts.append(torch.stack((mean.mean(0), epistemic, aleatoric)).cpu().numpy())
         mean, epistemic, aleatoric = np.concatenate(parts, 1)  # (N, C)
         factor = self.mixture_factor_ * self.y_scale_**2
@@ -197,6 +217,11 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
         """Both ends of the central interval with probability `level`, `(N, 2)` or `(N, C, 2)`."""
         return np.stack(self._predict_dist(X).interval(level), -1)
+
+    def predict_quantiles(self, X: Any, quantiles: Any = (0.05, 0.5, 0.95)) -> Array:
+        """The quantiles of y at Q probabilities, `(N, Q)` or `(N, C, Q)`."""
+        prediction = self._predict_dist(X)
+        return np.stack([prediction.quantile(q) for q in np.atleast_1d(quantiles).tolist()], -1)
 
 
 def _normal(ensemble: Ensemble, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,21 +279,38 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         one_hot = torch.nn.functional.one_hot(held_out.y, probs.shape[-1])
         return (probs - one_hot).square().sum(-1)
 
-    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int) -> None:
-        """The temperature of a fine grid under which held-out labels are most probable.
+    def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int, is_refit: bool) -> None:
+        """The temperature under which the mixture makes labels of held-out rows most probable.
 
-        One more row is counted in, which has every class with the same probability. Without it a
-        few rows that are all predicted rightly would ask for certainty.
+        T_1 is that of single members on the rows that they have not seen. A mixture is less certain
+        than its members, so that it needs a lower temperature. On rows that two members have not
+        seen, log r is by how much log T of the average of the two is lower than that of each alone.
+        The variance of the mean of E members is linear in 1/E, and so is log T_E taken to be:
+
+            log T_E = log T_1 + 2 (1 - 1/E) log r, at most log T_1.
+
+        A few rows that are all predicted rightly would ask for certainty. So log T has a standard
+        normal prior, and one more row is counted in (see `_loss_of_labels`).
         """
-        moments = ensemble.moments(held_out.x)
-        shares = held_out.weights / held_out.weights.sum()
-        num_rows = effective_number(held_out.weights)
-        temperatures, losses = torch.logspace(-1, 1, 41).tolist(), []
+        moments, y, w = ensemble.moments(held_out.x), held_out.y, held_out.weights
+        last, first = (slice(None, -1), slice(-overlap, None)), (slice(1, None), slice(overlap))
+        temperatures = torch.logspace(-1, 1, 41).tolist()
+        num_rows = y.numel() - overlap * (len(y) - 1)  # those of two members count once
+        losses = []  # of single members, on all of their rows and on shared ones, and of pairs
         for temperature in temperatures:
             log_probs, _ = _log_probs(moments, temperature)  # (E, n, K)
-            at_label = log_probs.gather(-1, held_out.y.unsqueeze(-1)).squeeze(-1)
-            losses.append(-(shares * (num_rows * at_label + log_probs.mean(-1))).sum())
-        self.calibration_ = temperatures[int(torch.stack(losses).argmin())]
+            row = [num_rows / y.numel() * _loss_of_labels(log_probs, y, w)]
+            if overlap > 0 and self.ensemble_size > 1:
+                two = [log_probs[last], log_probs[first]]
+                row.append(sum(_loss_of_labels(one, y[first], w[first]) / 2 for one in two))
+                mixed = torch.stack(two).logsumexp(0) - math.log(2)
+                row.append(_loss_of_labels(mixed, y[first], w[first]))
+            losses.append([loss + 0.5 * math.log(temperature) ** 2 for loss in row])
+        found = [temperatures[index] for index in np.argmin(losses, 0)]
+        self.calibration_ = found[0]
+        if len(found) > 1:
+            power = 2 - 2 / self.ensemble_size
+            self.calibration_ *= min(1.0, found[2] / found[1]) ** power
 
     def predict_dist(self, X: Any) -> ClassMixture:
         """Class probabilities of each row, with their entropy and mutual information.
@@ -301,6 +343,16 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         """The most probable label of each row, `(N,)`."""
         probs = self.predict_proba(X)
         return self.classes_[probs.argmax(-1)]
+
+
+def _loss_of_labels(log_probs: Tensor, labels: Tensor, weights: Tensor) -> float:
+    """-log probability of the labels `(E, n)`, in nats, as if all rows counted the same.
+
+    One more row is counted in, which has every class with the same probability.
+    """
+    at_label = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    shares = weights / weights.sum()
+    return -float((shares * (effective_number(weights) * at_label + log_probs.mean(-1))).sum())
 
 
 def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ __all__ = [
     "Rows",
     "default_batch_size",
     "default_epochs",
+    "default_fraction",
     "effective_number",
     "held_out_rows",
     "rows_kept_apart",
@@ -41,6 +42,11 @@ def default_batch_size(num_rows: int) -> int:
 def default_epochs(num_rows: int) -> int:
     """200 epochs up to 10,000 rows, then fewer with the square root of the rows; at least 10."""
     return max(10, min(200, round(200 * math.sqrt(10_000 / max(num_rows, 1)))))
+
+
+def default_fraction(num_rows: float) -> float:
+    """A fifth of the rows of small tables is held out from each member, and a tenth of others."""
+    return 0.2 if num_rows < FEW_ROWS else 0.1
 
 
 def effective_number(weights: Tensor) -> float:

@@ -15,6 +15,7 @@ from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble
 from pyro_dak.tables.novelty import EnsembleNovelty
+from pyro_dak.tables.schema import Columns
 from pyro_dak.training.checkpoint import (
     MAX_BYTES,
     CheckpointError,
@@ -32,8 +33,8 @@ __all__ = ["read_estimator", "write_estimator"]
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
 _VALUES = (
-    "calibration_ tail_df_ mixture_factor_ is_multi_output_ n_features_in_ num_rows_seen_ "
-    "kept_apart_"
+    "calibration_ tail_df_ mixture_factor_ member_factors_ is_multi_output_ n_features_in_ "
+    "num_rows_seen_ kept_apart_"
 )
 
 
@@ -55,6 +56,9 @@ def write_estimator(
     if not isinstance(parameters["random_state"], int | None):
         parameters["random_state"] = None  # its state cannot be stored as JSON
     parameters["hidden_layer_sizes"] = list(parameters["hidden_layer_sizes"])
+    chosen = parameters["categorical_features"]
+    if not isinstance(chosen, str | None):
+        parameters["categorical_features"] = np.asarray(chosen).tolist()
     config = {
         "model": None,  # `pyro_dak.load` reads one model, and here are several
         "estimator": {
@@ -63,6 +67,7 @@ def write_estimator(
             "values": {name: state[name] for name in _VALUES.split() if name in state},
             "feature_names": _labels(state.get("feature_names_in_")),
             "classes": _labels(state.get("classes_")),
+            "columns": None if state.get("columns_") is None else state["columns_"].to_json(),
             "architecture": estimator.ensemble_.architecture(),
             "history": estimator.history_.rows,
             "best_epoch": estimator.history_.best_epoch,
@@ -96,11 +101,14 @@ def read_estimator(
         stored = content["values"]
         state = {name: stored[name] for name in _VALUES.split() if name in stored}
         if "tail_df_" in state:
-            state.setdefault("mixture_factor_", 1.0)  # older files do not have it
+            state.setdefault("mixture_factor_", 1.0)  # older files do not have them
+            state.setdefault("member_factors_", None)
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
                 state[name] = _from_labels(content[key], max_bytes)
+        columns = content.get("columns")  # older files have none: all columns are numbers
+        state["columns_"] = None if columns is None else Columns.from_json(columns)
         state["ensemble_"] = _ensemble(content["architecture"], tensors, max_bytes)
         state["novelty_"] = _novelty(state["ensemble_"], tensors)
         state["conditioned_"] = _conditioned(state["ensemble_"], tensors)
@@ -170,8 +178,13 @@ def _check_state(state: dict[str, Any], has_classes: bool) -> None:
     C = ensemble.model.num_outputs
     shapes = {"x_mean_": (D,), "x_scale_": (D,)}
     shapes |= {"classes_": (C,)} if has_classes else {"y_mean_": (C,), "y_scale_": (C,)}
+    columns, num_columns = state["columns_"], D
+    if columns is not None:
+        num_columns = len(columns.names)
+        if len(columns.encoded_names) != D:
+            raise ValueError(f"the columns become {len(columns.encoded_names)}, expected {D}.")
     if "feature_names_in_" in state:
-        shapes["feature_names_in_"] = (D,)
+        shapes["feature_names_in_"] = (num_columns,)
     for name, shape in shapes.items():
         if state[name].shape != shape:
             raise ValueError(f"`{name}` has shape {state[name].shape}, expected {shape}.")
@@ -181,9 +194,14 @@ def _check_state(state: dict[str, Any], has_classes: bool) -> None:
         share, seed = state["kept_apart_"]
         check_probability("kept_apart_", share)
         check_integer("kept_apart_", seed, minimum=0, maximum=2**32)
-    if state["n_features_in_"] != D:
-        raise ValueError(f"`n_features_in_` is {state['n_features_in_']}, expected {D}.")
+    if state["n_features_in_"] != num_columns:
+        raise ValueError(f"`n_features_in_` is {state['n_features_in_']}, expected {num_columns}.")
     names = ["calibration_"] if has_classes else ["calibration_", "tail_df_", "mixture_factor_"]
+    factors = state.get("member_factors_")
+    if factors is not None and len(factors) != len(ensemble):
+        raise ValueError(f"`member_factors_` has {len(factors)} entries, expected {len(ensemble)}.")
+    for factor in factors or ():
+        check_positive("member_factors_", factor)
     for name in names:
         if state[name] != math.inf or name != "tail_df_":
             check_positive(name, state[name])

@@ -1,13 +1,16 @@
 """What the columns of a table are, and how they become numbers.
 
-A `Schema` is what is learned from the columns of a training table. It is plain data, so that it can
-be stored as JSON.
+The estimators and the command line share this. `Columns` is what is learned from the input columns
+of a training table, and `Target` from its target. Both are plain data, so that they can be stored
+as JSON. The columns of text files have no types; `typed` gives them some.
 """
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
+from numbers import Number
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +20,19 @@ from pyro_dak.tables.files import TableError
 from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
-__all__ = ["Schema", "inputs", "learn_schema", "numbers_of_classes", "targets"]
+__all__ = [
+    "Columns",
+    "Target",
+    "as_frame",
+    "check_columns",
+    "check_table",
+    "encode",
+    "learn_columns",
+    "learn_target",
+    "numbers_of_classes",
+    "targets",
+    "typed",
+]
 
 Task = Literal["classification", "regression"]
 _MISSING = "(missing)"
@@ -27,6 +42,13 @@ _BOOLEANS = {"True": 1.0, "TRUE": 1.0, "true": 1.0, "False": 0.0, "FALSE": 0.0, 
 _KINDS = (
     "boolean categorical decimal empty floating integer mixed-integer mixed-integer-float string"
 ).split()
+_DATES = ("datetime64", "datetime", "date")
+# A date, perhaps with a time, as ISO 8601 and most programs write it.
+_DATE = (
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(Z|[+-][0-9:]{2,6})?)?"
+)
+# The cycles that dates may follow, in days, and the least span of the training rows to learn them.
+_CYCLES = {"year": (365.2425, 366.0), "week": (7.0, 14.0), "day": (1.0, 2.0)}
 # A whole number as Python writes it, and numbers with a decimal comma or separated thousands.
 _WHOLE_NUMBER = r"0|-?[1-9][0-9]{0,18}"
 _SEPARATED = (
@@ -42,88 +64,293 @@ _MAX_CATEGORIES = 200
 
 
 @dataclass(frozen=True)
-class Schema:
-    """What was learned about the columns of a table: all that is needed to turn rows into numbers.
+class Columns:
+    """What was learned about the input columns: all that is needed to turn rows into numbers.
 
     Attributes:
-        target: the name of the target.
-        task: "regression" or "classification".
-        medians: for each numeric column, the number that replaces a missing value.
-        with_missing: the numeric columns that had missing values. Each gets an indicator column.
-        categories: for each text column, the values that it had.
+        names: the names of the columns, in their order.
+        medians: for each column of numbers or dates, the number that replaces a missing value.
+        with_missing: those of them that had missing values. Each gets an indicator column.
+        categories: for each column of categories, the values that it had.
+        dates: for each column of dates, the cycles that the training rows span.
+        bins: for each column of numbers or dates that is embedded, the edges of its bins.
     """
 
-    target: str
-    task: Task
+    names: list[str] = field(default_factory=list)
     medians: dict[str, float] = field(default_factory=dict)
     with_missing: list[str] = field(default_factory=list)
     categories: dict[str, list[str]] = field(default_factory=dict)
+    dates: dict[str, list[str]] = field(default_factory=dict)
+    bins: dict[str, list[float]] = field(default_factory=dict)
 
     @property
-    def columns(self) -> list[str]:
-        """The names of the input columns."""
-        return [*self.medians, *self.categories]
+    def are_numbers(self) -> bool:
+        """Whether all columns hold numbers."""
+        return not self.categories and not self.dates
+
+    @property
+    def encoded_names(self) -> list[str]:
+        """The names of the columns that `encode` gives, in their order."""
+        names = [*self.medians, *(f"missingindicator_{name}" for name in self.with_missing)]
+        for name, edges in self.bins.items():
+            names += [f"{name}_bin{number}" for number in range(1, len(edges))]
+        for name, cycles in self.dates.items():
+            names += [f"{name}_{wave}_{cycle}" for cycle in cycles for wave in ("sin", "cos")]
+        return names + [f"{name}_{value}" for name, own in self.categories.items() for value in own]
 
     def to_json(self) -> dict[str, Any]:
-        """The schema as plain data. Columns are lists of pairs, so that JSON keeps their order."""
+        """The columns as plain data: lists of pairs, so that JSON keeps their order."""
         content = asdict(self)
-        return content | {name: list(content[name].items()) for name in ("medians", "categories")}
+        pairs = ("medians", "categories", "dates", "bins")
+        return content | {name: list(content[name].items()) for name in pairs}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Schema":
-        """The schema that `to_json` described, or a ValueError."""
+    def from_json(cls, content: dict[str, Any]) -> "Columns":
+        """The columns that `to_json` described, or a ValueError. Older files have no dates."""
         try:
             pairs = {name: dict(content[name]) for name in ("medians", "categories")}
-            schema = cls(**(content | pairs))
-            check_choice("task", schema.task, ("regression", "classification"))
-            texts = [schema.target, *schema.with_missing, *chain(*schema.categories.values())]
-            if not all(isinstance(text, str) for text in texts):
-                raise TypeError("names of columns and categories must be texts")
-            if not all(isinstance(median, int | float) for median in schema.medians.values()):
-                raise TypeError("medians must be numbers")
-            return schema
+            pairs |= {name: dict(content.get(name, ())) for name in ("dates", "bins")}
+            names = content.get("names", [*pairs["medians"], *pairs["categories"]])
+            columns = cls(names=list(names), with_missing=list(content["with_missing"]), **pairs)
+            columns._check()
+            return columns
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"is not the description of a table: {error}") from error
+
+    def _check(self) -> None:
+        texts = [*self.names, *self.with_missing, *chain(*self.categories.values())]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("names of columns and categories must be texts")
+        if not all(isinstance(median, int | float) for median in self.medians.values()):
+            raise TypeError("medians must be numbers")
+        if sorted(self.names) != sorted([*self.medians, *self.categories]):
+            raise TypeError("every column must hold either numbers or categories")
+        if not {*self.with_missing, *self.dates, *self.bins} <= self.medians.keys():
+            raise TypeError("columns of dates, with missing values and with bins must have medians")
+        if not all(len(edges) > 1 and np.all(np.diff(edges) > 0) for edges in self.bins.values()):
+            raise TypeError("edges of bins must be two or more increasing numbers")
+        if not set(chain(*self.dates.values())) <= _CYCLES.keys():
+            raise TypeError(f"cycles must be among {list(_CYCLES)}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The name of the target of a table, and whether it is a number or a class."""
+
+    name: str
+    task: Task
+
+    def to_json(self) -> dict[str, Any]:
+        """The target as plain data."""
+        return {"target": self.name, "task": self.task}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Target":
+        """The target that `to_json` described, or a ValueError."""
+        try:
+            if not isinstance(content["target"], str):
+                raise TypeError("the name of the target must be a text")
+            check_choice("task", content["task"], ("regression", "classification"))
+            return cls(content["target"], content["task"])
         except (LookupError, TypeError) as error:
             raise ValueError(f"is not the description of a table: {error}") from error
 
 
-def learn_schema(
-    table: pd.DataFrame,
-    target: str,
-    task: Task | None = None,
-    drop: Sequence[str] = (),
-    categorical: Sequence[str] = (),
-) -> Schema:
-    """The schema of a training table without the columns to `drop`.
+def as_frame(X: Any) -> pd.DataFrame | None:
+    """X as a data frame of pandas, or None if it is none of any library.
 
-    The task is found from the target, unless it is given. Columns named in `categorical` are read
-    as categories, even if they look like numbers.
+    Frames of other libraries, such as polars, come through an interchange protocol.
     """
-    for name in (target, *drop, *categorical):
-        if name not in table.columns:
-            raise TableError(f"has no column `{name}`; its columns are {_list(table.columns)}.")
-    names = [name for name in table.columns if name != target and name not in drop]
-    if not names:
-        raise TableError(f"has no column beside the target `{target}`; there is nothing to learn.")
-    medians, with_missing, categories = {}, [], {}
-    for name in names:
+    if isinstance(X, pd.DataFrame) or X is None:
+        return X
+    is_frame = hasattr(X, "columns") and hasattr(X, "__arrow_c_stream__")
+    if not (is_frame or hasattr(X, "__dataframe__")):
+        return None
+    return pd.api.interchange.from_dataframe(X)
+
+
+def learn_target(table: pd.DataFrame, name: str, task: Task | None = None) -> Target:
+    """The target of a training table. The task is found from its values, unless it is given."""
+    check_columns(table, [name])
+    return Target(name, task or _find_task(table[name], name))
+
+
+def typed(
+    table: pd.DataFrame, drop: Sequence[str] = (), categorical: Sequence[str] = ()
+) -> pd.DataFrame:
+    """The columns of a file, without those to `drop`, with the types that their texts have.
+
+    A column is one of numbers, of dates or of categories. Those named in `categorical` are
+    categories, even if they look like numbers. What is not certain is an error of the command line.
+    """
+    check_columns(table, [*drop, *categorical])
+    columns = {}
+    for name in [name for name in table.columns if name not in drop]:
         column = table[name]
+        _check_kind(column, name, f"; leave it out with --drop {name!r}")
         if column.isna().all():
             raise TableError(f"column `{name}` is empty; leave it out with --drop {name!r}.")
-        if name in categorical or not _looks_numeric(column, name):
-            categories[name] = sorted(_texts(column, name).fillna(_MISSING).unique())
-            if len(categories[name]) > _MAX_CATEGORIES:
-                raise TableError(
-                    f"column `{name}` has {len(categories[name])} different texts, more than "
-                    f"{_MAX_CATEGORIES}: it looks like names, not categories. Leave it out with "
-                    f"--drop {name!r}."
-                )
+        if name not in categorical and _is_date(column):
+            columns[name] = column
+        elif name in categorical or not _looks_numeric(column, name):
+            texts = _texts(column)
+            _check_number_of_texts(texts.nunique(), name, f"Leave it out with --drop {name!r}.")
+            columns[name] = texts.astype("category")
+        else:
+            columns[name] = pd.Series(_numbers(column, name), index=table.index)
+    return pd.DataFrame(columns)
+
+
+def learn_columns(
+    table: pd.DataFrame, categorical: Collection[str] | None = None, num_bins: int = 0
+) -> Columns:
+    """What the columns of a training table are, by their types.
+
+    Categories are the columns named in `categorical`; by default those that hold text or are of
+    pandas's type for categories. Dates are known by their types; texts are dates if all of them are
+    written as in ISO 8601. Booleans are numbers. With `num_bins`, numbers with more than two values
+    are embedded in so many bins, whose edges are quantiles, or in fewer if quantiles are equal.
+    """
+    repeated = table.columns[table.columns.duplicated()]
+    if len(repeated):
+        raise TableError(f"has several columns called {_list(repeated.unique())}.")
+    medians, with_missing, categories, dates = {}, [], {}, {}
+    bins: dict[str, list[float]] = {}
+    for name in table.columns:
+        column = table[name]
+        _check_kind(column, name)
+        if name in categorical if categorical is not None else _is_category(column):
+            categories[name] = sorted(_texts(column).fillna(_MISSING).unique())
+            _check_number_of_texts(len(categories[name]), name, "Leave it out, or encode it.")
             continue
-        numbers = _numbers(column, name)
-        medians[name] = float(np.nanmedian(numbers))
-        if np.isnan(numbers).any():
+        numbers = _days(column, name) if _is_date(column) else _numbers(column, name)
+        known = numbers[~np.isnan(numbers)]
+        medians[name] = float(np.median(known)) if len(known) else 0.0
+        if len(known) < len(numbers):
             with_missing.append(name)
-    task = task or _find_task(table[target], target)
-    return Schema(target, task, medians, with_missing, categories)
+        if _is_date(column):
+            dates[name] = _cycles(known)
+        if num_bins > 0 and len(known):
+            edges = np.unique(np.quantile(known, np.linspace(0, 1, num_bins + 1))).tolist()
+            bins |= {name: edges} if len(edges) > 2 else {}
+    return Columns([*table.columns], medians, with_missing, categories, dates, bins)
+
+
+def encode(table: pd.DataFrame, columns: Columns) -> Array:
+    """The columns as numbers, `(N, D)`.
+
+    First come numbers and dates, in days, with the median in place of missing values; then an
+    indicator of missing values for each column that had some in training; then for each bin from a
+    to b of an embedded column (x - a) / (b - a), between 0 and 1, except that it goes on below the
+    first bin and above the last; then sine and cosine of the cycles of dates, zero where the date
+    is missing; then a column of zeros and ones for each category. A category that was not there in
+    training is none of these, with a warning.
+    """
+    numbers = {
+        name: (_days if name in columns.dates else _numbers)(table[name], name)
+        for name in columns.medians
+    }
+    parts = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in columns.medians.items()]
+    parts += [np.isnan(numbers[name]).astype(np.float64) for name in columns.with_missing]
+    for name, edges in columns.bins.items():
+        parts += _in_bins(parts[[*columns.medians].index(name)], edges)
+    for name, cycles in columns.dates.items():
+        for angle in (2 * np.pi * numbers[name] / _CYCLES[cycle][0] for cycle in cycles):
+            parts += [np.nan_to_num(np.sin(angle)), np.nan_to_num(np.cos(angle))]
+    for name, known in columns.categories.items():
+        codes = _codes(_texts(table[name]).fillna(_MISSING), known)
+        if (codes < 0).any():
+            warnings.warn(f"{_unknown(table[name], name, codes)}.", stacklevel=2)
+        parts += [(codes == number).astype(np.float64) for number in range(len(known))]
+    return np.column_stack(parts)
+
+
+def check_columns(table: pd.DataFrame, names: Sequence[str]) -> None:
+    """Raise unless a table has these columns."""
+    lacking = [name for name in names if name not in table.columns]
+    if lacking:
+        raise TableError(f"has no column {_list(lacking)}; its columns are {_list(table.columns)}.")
+
+
+def check_table(table: pd.DataFrame, columns: Columns, ignore_unknown: bool) -> None:
+    """Raise if a table lacks columns, or has categories that were not there in training."""
+    lacking = [name for name in columns.names if name not in table.columns]
+    if lacking:
+        raise TableError(
+            f"lacks {len(lacking)} columns of the training table: {_list(lacking)}; its columns "
+            f"are {_list(table.columns)}."
+        )
+    for name, known in () if ignore_unknown else columns.categories.items():
+        codes = _codes(_texts(table[name]).fillna(_MISSING), known)
+        if (codes < 0).any():
+            raise TableError(
+                f"{_unknown(table[name], name, codes)}. Pass --ignore-unknown to take them as none "
+                "of the known ones."
+            )
+
+
+def _unknown(column: pd.Series, name: str, codes: Array) -> str:
+    """What is said about categories that were not there in training."""
+    values, is_unknown = _texts(column).fillna(_MISSING), pd.Series(codes < 0, index=column.index)
+    return (
+        f"column `{name}` has values that were not there in training: "
+        f"{_list(values[is_unknown].unique())}, the first in {_place(column, is_unknown)}"
+    )
+
+
+def _is_category(column: pd.Series) -> bool:
+    """Whether a column holds categories by its type: text, or pandas's own type for them."""
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        return True
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    return kind == "string" and not _is_date(column)
+
+
+def _is_date(column: pd.Series) -> bool:
+    """Whether a column holds dates, perhaps with times, or texts that are all written as such."""
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    if kind != "string" or isinstance(column.dtype, pd.CategoricalDtype):
+        return kind in _DATES
+    values = column.dropna()
+    return bool(_are(_DATE, values.iloc[:1]).all() and _are(_DATE, values).all())
+
+
+def _days(column: pd.Series, name: str) -> Array:
+    """Dates as days since 1970, in float64, NaN where they are missing."""
+    is_text = pd.api.types.infer_dtype(column, skipna=True) == "string"
+    options: dict[str, Any] = {"format": "ISO8601"} if is_text else {}
+    times = pd.to_datetime(column, utc=True, errors="coerce", **options)
+    is_wrong = times.isna() & column.notna()
+    if is_wrong.any() or not (is_text or _is_date(column) or column.isna().all()):
+        is_wrong = is_wrong if is_wrong.any() else column.notna()
+        raise TableError(f"column `{name}` must hold dates; got {_cell(column, is_wrong)}.")
+    days = (times - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
+    return days.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _cycles(days: Array) -> list[str]:
+    """The cycles that these days span; that of a day only if there are times."""
+    span = np.ptp(days) if len(days) else 0.0
+    cycles = [name for name, (_, least) in _CYCLES.items() if span >= least]
+    has_times = bool((days != np.floor(days)).any())
+    return [name for name in cycles if name != "day" or has_times]
+
+
+def _in_bins(x: Array, edges: Sequence[float]) -> list[Array]:
+    """The share of each bin that lies below x."""
+    last = len(edges) - 2
+    return [
+        np.clip((x - low) / (high - low), -np.inf if n == 0 else 0, np.inf if n == last else 1)
+        for n, (low, high) in enumerate(pairwise(edges))
+    ]
+
+
+def _check_number_of_texts(number: int, name: str, remedy: str) -> None:
+    if number > _MAX_CATEGORIES:
+        raise TableError(
+            f"column `{name}` has {number} different texts, more than {_MAX_CATEGORIES}: it looks "
+            f"like names, not categories. {remedy}"
+        )
 
 
 def _find_task(column: pd.Series, name: str) -> Task:
@@ -131,9 +358,10 @@ def _find_task(column: pd.Series, name: str) -> Task:
 
     It is an error if text stands among numbers, unless both look like names of classes.
     """
+    _check_kind(column, name)
     if _is_boolean(column):
         return "classification"
-    numbers, is_text = _parsed(column, name)
+    numbers, is_text = _parsed(column)
     values = numbers.dropna().unique()
     is_whole = np.isfinite(values).all() and (values == np.round(values)).all()
     are_classes = is_whole and len(values) <= _MAX_CLASSES
@@ -157,13 +385,13 @@ def _find_task(column: pd.Series, name: str) -> Task:
     return "classification"
 
 
-def targets(table: pd.DataFrame, schema: Schema) -> Array:
+def targets(table: pd.DataFrame, target: Target) -> Array:
     """The target column: float64 for regression; labels for classes.
 
     Labels are whole numbers if all of them are written as Python writes these, so that they come
     back as they came in. Else they are text.
     """
-    name = schema.target
+    name = target.name
     if name not in table.columns:
         raise TableError(f"has no target column `{name}`; its columns are {_list(table.columns)}.")
     column = table[name]
@@ -172,9 +400,10 @@ def targets(table: pd.DataFrame, schema: Schema) -> Array:
             f"target `{name}` has {int(column.isna().sum())} missing values, the first in "
             f"{_place(column, column.isna())}; remove those rows."
         )
-    if schema.task == "regression":
+    _check_kind(column, name)
+    if target.task == "regression":
         return _numbers(column, name)
-    texts = _texts(column, name)
+    texts = _texts(column)
     labels = texts.to_numpy(dtype=object)
     if _are(_WHOLE_NUMBER, texts).all():
         whole = [int(text) for text in labels]
@@ -192,45 +421,11 @@ def numbers_of_classes(labels: Any, classes: Any) -> Array:
     return _codes(pd.Series(labels, dtype=object).map(str), [str(name) for name in classes])
 
 
-def inputs(table: pd.DataFrame, schema: Schema, ignore_unknown: bool = False) -> pd.DataFrame:
-    """The columns of the schema as numbers.
-
-    First come the numeric columns, with the median in place of missing values; then an indicator of
-    missing values for each column that had some in training; then a column of zeros and ones for
-    each category of each text column. A category that was not seen in training is an error, or with
-    `ignore_unknown` all zeros.
-    """
-    lacking = [name for name in schema.columns if name not in table.columns]
-    if lacking:
-        raise TableError(
-            f"lacks {len(lacking)} columns of the training table: {_list(lacking)}; its columns "
-            f"are {_list(table.columns)}."
-        )
-    numbers = {name: _numbers(table[name], name) for name in schema.medians}
-    columns = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in schema.medians.items()]
-    columns += [np.isnan(numbers[name]).astype(np.float64) for name in schema.with_missing]
-    names = [*schema.medians, *(f"missingindicator_{name}" for name in schema.with_missing)]
-    for name, known in schema.categories.items():
-        values = _texts(table[name], name).fillna(_MISSING)
-        codes = _codes(values, known)
-        is_unknown = pd.Series(codes < 0, index=values.index)
-        if is_unknown.any() and not ignore_unknown:
-            raise TableError(
-                f"column `{name}` has values that were not there in training: "
-                f"{_list(values[is_unknown].unique())}, the first in {_place(values, is_unknown)}. "
-                "Pass --ignore-unknown to take them as none of the known ones."
-            )
-        columns += [(codes == number).astype(np.float64) for number in range(len(known))]
-        names += [f"{name}_{category}" for category in known]
-    return pd.DataFrame(np.column_stack(columns), columns=names)
-
-
 def _looks_numeric(column: pd.Series, name: str) -> bool:
-    """Whether a column holds numbers. It is an error if it mixes them with text, or holds dates."""
-    _check_kind(column, name)
+    """Whether a column holds numbers. It is an error if it mixes them with text."""
     if isinstance(column.dtype, pd.CategoricalDtype):
         return False
-    _, is_text = _parsed(column, name)
+    _, is_text = _parsed(column)
     is_all_text = is_text[column.notna()].all()
     remedy = f"Clean it, or pass --categorical {name!r} or --drop {name!r}."
     if is_text.any() and not is_all_text:
@@ -244,7 +439,7 @@ def _looks_numeric(column: pd.Series, name: str) -> bool:
 
 def _numbers(column: pd.Series, name: str) -> Array:
     """A column as float64, NaN where values are missing. Text and infinity are errors."""
-    numbers, is_text = _parsed(column, name)
+    numbers, is_text = _parsed(column)
     if is_text.any():
         raise TableError(f"column `{name}` must hold numbers; got {_cell(column, is_text)}.")
     values = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
@@ -257,9 +452,8 @@ def _numbers(column: pd.Series, name: str) -> Array:
     return values
 
 
-def _parsed(column: pd.Series, name: str) -> tuple[pd.Series, pd.Series]:
+def _parsed(column: pd.Series) -> tuple[pd.Series, pd.Series]:
     """A column as numbers, NaN where it has none, and whether a value is text."""
-    _check_kind(column, name)
     if _is_boolean(column):
         column = column.astype(object).map(lambda value: _BOOLEANS.get(str(value)))
     elif isinstance(column.dtype, pd.CategoricalDtype):
@@ -282,25 +476,22 @@ def _is_boolean(column: pd.Series) -> bool:
     )
 
 
-def _check_kind(column: pd.Series, name: str) -> None:
-    """Raise if a column of a Parquet file holds something else than numbers, text or booleans."""
+def _check_kind(column: pd.Series, name: str, remedy: str = "") -> None:
+    """Raise if a column holds something else than numbers, dates, text or booleans."""
     kind = pd.api.types.infer_dtype(column, skipna=True)
-    if kind.startswith(("date", "time", "period")):
+    if kind.startswith(("time", "period")):
         raise TableError(
-            f"column `{name}` holds dates or times; turn them into numbers, or --drop {name!r}."
+            f"column `{name}` holds times or periods, not dates; turn them into numbers{remedy}."
         )
-    if kind not in _KINDS:
-        raise TableError(
-            f"column `{name}` holds neither numbers nor text but {kind!r}; --drop {name!r}."
-        )
+    is_mixed = kind.startswith("mixed") and not all(
+        isinstance(value, str | Number) for value in column.dropna()
+    )
+    if kind not in (*_KINDS, *_DATES) or is_mixed:
+        raise TableError(f"column `{name}` holds neither numbers nor text but {kind!r}{remedy}.")
 
 
-def _texts(column: pd.Series, name: str) -> pd.Series:
-    """A column as text; numbers of a Parquet file as briefly as they can be written.
-
-    Missing values stay missing.
-    """
-    _check_kind(column, name)
+def _texts(column: pd.Series) -> pd.Series:
+    """A column as text; numbers as briefly as they can be written. Missing values stay missing."""
     return column.astype(object).map(_text, na_action="ignore")
 
 

@@ -291,16 +291,17 @@ def _one_process(device: torch.device) -> Any:
 
 
 class _Best:
-    """The tensors of every member at its best scoring so far, and whether its last is worse.
+    """The tensors of every member at its best scoring so far.
 
-    A member is worse if its last scores exceed its best ones by two standard errors of the
-    difference. A single score has no standard error, so that it is worse unless it is better. One
-    row of scores, `(1, n)`, decides for all members at once.
+    `num_worse` counts the last scorings in which all members were clearly worse: their scores
+    exceeded their best ones by two standard errors of the difference. A single score has no
+    standard error, so that it is worse unless it is better. One row of scores, `(1, n)`, decides
+    for all members at once.
     """
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}  # (E, ...) each
-        self.scores = self.epochs = self.is_worse = torch.empty(0)
+        self.scores = self.epochs = torch.empty(0)
         self.last_epoch = self.num_worse = 0
 
     def update(self, scores: Tensor, epoch: int, tensors: Mapping[str, Tensor]) -> None:
@@ -318,16 +319,16 @@ class _Best:
         n = scores.shape[-1]
         difference = scores - self.scores
         standard_error = difference.std(-1, correction=min(1, n - 1)) / math.sqrt(n)
-        self.is_worse = ~is_better & ~(difference.mean(-1) < 2 * standard_error)
+        is_worse = ~is_better & ~(difference.mean(-1) < 2 * standard_error)
         self.last_epoch = epoch
-        self.num_worse = self.num_worse + 1 if bool(self.is_worse.all()) else 0
+        self.num_worse = self.num_worse + 1 if bool(is_worse.all()) else 0
 
     def restore(self, tensors: Mapping[str, Tensor]) -> int | None:
-        """Put the kept tensors back where the last are worse; returns the median of the epochs."""
+        """Put the kept tensors back where the last are not better; returns the median epoch."""
         for name, tensor in tensors.items():
-            mask = (self.is_worse & (self.epochs > 0)).to(tensor.device).expand(len(tensor))
+            mask = (self.epochs > 0).to(tensor.device).expand(len(tensor))
             tensor[mask] = self.kept[name][mask]
-        return int(torch.where(self.is_worse, self.epochs, self.last_epoch).median()) or None
+        return int(torch.where(self.epochs > 0, self.epochs, self.last_epoch).median()) or None
 
 
 class Run:
@@ -671,7 +672,6 @@ class Run:
         best.scores = torch.tensor([[score]], dtype=torch.float64)
         best.epochs, best.last_epoch = torch.tensor([epoch]), self.epoch
         best.num_worse = self.epoch - epoch
-        best.is_worse = torch.tensor([best.num_worse > 0])
 
     def _check_same(self, path: Path, config: dict[str, Any]) -> None:
         """Raise if the checkpoint has other settings or another model, even if its weights fit.

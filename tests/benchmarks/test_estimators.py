@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ensembles, million_rows
+from benchmarks import deep_ensembles, ensembles, million_rows
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +28,11 @@ def test_ensembles_prints_a_row_per_size(monkeypatch, capsys):
     ensembles.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [str(n) for n in ensembles.SIZES]
+
+
+def test_deep_ensembles_prints_a_row_for_each_of_them(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.deep_ensembles", "--rows", "60", "--epochs", "1"])
+    deep_ensembles.main()
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split("|")[1].strip() for line in lines[2:]]
+    assert names == ["DAKRegressor()", "five networks, one by one", "five networks, batched"]

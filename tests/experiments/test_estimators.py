@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import estimators
+from experiments import estimators, table_peers
 from experiments.runs import read_runs
 from pyro_dak.tables.ensemble import ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
@@ -79,3 +79,30 @@ def test_mean_variance_networks_learn_mean_and_noise():
     with torch.no_grad():
         _, log_var = network.moments(torch.tensor([[-1.0], [1.0]]))
     assert (log_var[:, 1] - log_var[:, 0] > 1).all()
+
+
+@pytest.mark.parametrize("name", estimators.PEERS)
+def test_peers_predict_distributions_and_are_scored(name, tmp_path):
+    if name in table_peers.PEERS:
+        pytest.importorskip(name)
+    invoke(estimators.main, "--quick", "--model", name, "--out", tmp_path)
+    (run,) = read_runs(tmp_path)
+    scores = run["metrics"][name]
+    assert np.isfinite(list(scores.values())).all()
+    assert scores["interval_score_95"] >= scores["width_95"]
+    assert name in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("name", estimators.PEERS)
+def test_peers_learn_a_line_and_its_noise(name):
+    if name in table_peers.PEERS:
+        pytest.importorskip(name)
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (400, 2))
+    y = 10 * x[:, 0] + np.where(x[:, 1] > 0, 2.0, 0.2) * rng.normal(size=400)
+    model = estimators.build(name, 0, 300)
+    model.fit(x[:300], y[:300])
+    prediction = model.predict_dist(x[300:])
+    assert np.mean((y[300:] - prediction.mean) ** 2) < 0.3 * y.var()
+    is_noisy = x[300:, 1] > 0
+    assert prediction.std[is_noisy].mean() > 1.2 * prediction.std[~is_noisy].mean()

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from pyro_dak import CheckpointError, DAKClassifier, DAKRegressor
 from pyro_dak.__main__ import main
 from pyro_dak.tables.cli import app
-from pyro_dak.tables.schema import Schema, inputs
 from tests import hostile
 
 
@@ -75,12 +74,6 @@ def files(tmp_path_factory):
     return folder
 
 
-def inputs_of(folder, name):
-    """The training table as numbers, by the schema of a model."""
-    config = json.loads((folder / name / "config.json").read_text())
-    return inputs(pd.read_csv(folder / "train.csv"), Schema.from_json(config["extra"]["table"]))
-
-
 def snapshot(folder):
     return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -93,8 +86,7 @@ def test_predictions_are_those_of_the_estimator(files, tmp_path):
     to_stdout = succeed("predict", files / "model", files / "new.csv", "--quiet").stdout
     assert to_stdout == out.read_text()
     model = DAKRegressor.load(files / "model")
-    config = json.loads((files / "model" / "config.json").read_text())
-    X = inputs(pd.read_csv(files / "new.csv"), Schema.from_json(config["extra"]["table"]))
+    X = pd.read_csv(files / "new.csv")
     mean, std = model.predict(X, return_std=True)
     np.testing.assert_allclose(found["mean"], mean)
     np.testing.assert_allclose(found["std"], std)
@@ -169,7 +161,8 @@ def test_a_table_too_small_to_hold_out_rows_has_no_score(tmp_path):
 
 
 def test_scores_of_a_regression_are_those_of_its_predictions(files):
-    X, y = inputs_of(files, "model"), pd.read_csv(files / "train.csv")["price"].to_numpy()
+    X = pd.read_csv(files / "train.csv")
+    y = X.pop("price").to_numpy()
     prediction = DAKRegressor.load(files / "model").predict_dist(X)
     residuals = y - prediction.mean
     expected = {
@@ -187,7 +180,8 @@ def test_scores_of_a_regression_are_those_of_its_predictions(files):
 
 
 def test_scores_of_classes_are_those_of_their_probabilities(files, tmp_path):
-    X, y = inputs_of(files, "classes"), pd.read_csv(files / "train.csv")["colour"]
+    X = pd.read_csv(files / "train.csv")
+    y = X.pop("colour")
     model = DAKClassifier.load(files / "classes")
     probs, is_label = model.predict_proba(X), y.to_numpy()[:, None] == model.classes_
     expected = {
@@ -427,7 +421,7 @@ def test_unexpected_errors_are_one_line_too(files, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("the sky\nfell")
 
-    monkeypatch.setattr("pyro_dak.tables.cli.inputs", broken)
+    monkeypatch.setattr("pyro_dak.tables.cli.check_table", broken)
     fail("predict", files / "model", files / "new.csv", match="Error: the sky fell (`pyro-dak")
 
 
@@ -435,7 +429,7 @@ def test_interrupt_is_a_failure(files, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyro_dak.tables.cli.inputs", interrupted)
+    monkeypatch.setattr("pyro_dak.tables.cli.check_table", interrupted)
     result = run("predict", files / "model", files / "new.csv")
     assert (result.exit_code, result.stderr) == (1, "Interrupted.\n")
 

@@ -133,7 +133,7 @@ def test_training_is_that_of_fit():
     assert len(history.rows) == len(expected.rows)
 
 
-def test_members_go_back_to_their_best_only_if_the_end_is_clearly_worse():
+def test_members_go_back_to_their_best_and_stop_early_only_if_all_are_clearly_worse():
     ensemble = Ensemble([member(seed) for seed in range(2)])
     x, y = data()
     seen = []
@@ -143,13 +143,14 @@ def test_members_go_back_to_their_best_only_if_the_end_is_clearly_worse():
         seen.append(ensemble.tensors["guide.mu_loc"].detach().clone())
         noise = torch.linspace(-1, 1, 50)
         worse = torch.zeros(50) if epoch == 2 else 1 + 0.01 * noise  # best at 2, clearly
-        unsure = torch.zeros(50) if epoch == 2 else 0.01 + noise  # best at 2, by chance
+        unsure = torch.zeros(50) if epoch == 3 else 0.01 + noise  # best at 3, perhaps by chance
         return torch.stack([worse, unsure])
 
-    history = train(ensemble, Rows(x, y, torch.ones(30)), ensemble_plan(4, 10), score_fn)
+    plan = ensemble_plan(8, 10, patience=2)
+    history = train(ensemble, Rows(x, y, torch.ones(30)), plan, score_fn)
     assert_close(ensemble.tensors["guide.mu_loc"][0].detach(), seen[1][0])
-    assert_close(ensemble.tensors["guide.mu_loc"][1].detach(), seen[3][1])
-    assert history.status == "finished"
+    assert_close(ensemble.tensors["guide.mu_loc"][1].detach(), seen[2][1])
+    assert (history.status, len(history.rows)) == ("finished", 8)
 
 
 def test_members_that_share_one_row_of_scores_go_back_together():

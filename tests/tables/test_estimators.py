@@ -191,7 +191,7 @@ def test_wrong_parameters_are_named_at_fit(options, match, no_type_checker):
 
 def test_far_from_the_rows_input_units_have_their_prior_variance():
     X, y = regression(200)
-    model = regressor(input_units=True, heteroscedastic=False).fit(X, y)
+    model = regressor(ensemble_size=1, input_units=True, heteroscedastic=False).fit(X, y)
     ((member, _),) = model.ensemble_.members()
     prior = member.unit_scale[-3:].square().sum().item()  # of the units of the three columns
     factor = model.calibration_ * model.mixture_factor_ * model.y_scale_**2

@@ -66,9 +66,10 @@ def test_strange_rows_have_small_novelty(kind, size):
     {"num_rows": 1500, "early_stopping": False},
     {"num_rows": 1500, "refit": False, "validation_fraction": 0.4},
     {"num_rows": 1500},
-], ids=["training rows", "held-out rows", "held-out rows and refit"])  # fmt: skip
-def test_novelty_of_usual_rows_is_uniform(options):
-    estimator = fitted(**options)
+], ids=["training rows", "held-out rows", "defaults"])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 5])
+def test_novelty_of_usual_rows_is_uniform(options, size):
+    estimator = fitted(ensemble_size=size, **options)
     shares = estimator.predict_dist(make_rows(1500, seed=1)[0]).novelty
     n, m = len(estimator.novelty_.tails.leverage), 1500
     assert kolmogorov_distance(shares) < (0.87 + 4 * 0.26) * math.sqrt(1 / n + 1 / m)

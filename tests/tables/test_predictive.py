@@ -11,6 +11,7 @@ from pyro_dak.tables.predictive import (
     StudentPrediction,
     calibrate,
     covering_scale,
+    fit_members,
     fit_student,
     mixture_factor,
 )
@@ -81,17 +82,19 @@ def test_mixture_has_the_scale_of_the_error_of_its_mean(between, size):
 def test_calibrated_intervals_of_a_single_member_cover_held_out_rows():
     y = np.random.default_rng(0).standard_normal((1, 199, 1))
     var = np.full_like(y, 1e-4)
-    scale, df, factor = calibrate(y, 0 * y, var, size=1)
+    scale, df, factor, members = calibrate(y, 0 * y, var, size=1)
     lower, upper = StudentPrediction(0 * y, 0 * y, scale * var / (1 - 2 / df), df).interval(0.95)
     assert np.mean((lower <= y) & (y <= upper)) >= 0.95
-    assert factor == 1
+    assert (factor, members) == (1, None)
 
 
 def test_calibration_of_several_members_narrows_their_mixture():
     y, mean = np.random.default_rng(0).standard_normal((2, 5, 200, 1))
-    scale, df, factor = calibrate(y, mean, np.ones_like(y), size=5)
-    assert (scale, df) == fit_student(y - mean)
-    assert factor == mixture_factor(y, mean, np.full_like(y, scale), 100, df, 5) < 1
+    scale, df, factor, members = calibrate(y, mean, np.ones_like(y), size=5, is_refit=False)
+    assert (scale, df) == (pytest.approx(fit_student(y - mean)[0]), fit_student(y - mean)[1])
+    assert members == [1.0] * 5
+    assert factor == pytest.approx(mixture_factor(y, mean, np.full_like(y, scale), 100, df, 5))
+    assert factor < 1
 
 
 def test_mixture_factor_is_one_for_one_member_or_without_overlap():
@@ -107,9 +110,12 @@ def test_rows_with_weights_calibrate_as_so_many_rows_do(size):
     var = rng.uniform(0.5, 2, (4, 200, 2))
     weights = np.where(np.arange(200) % 2 == 0, 2.0, 1e-12)
     used = [part[:, ::2] for part in (y, mean, var)]
-    expected = calibrate(*used, size, overlap=100)
-    found = calibrate(y, mean, var, size, np.tile(weights, (4, 1)), overlap=200)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    var[1] /= 20  # a member that is clearly too sure of itself
+    expected = calibrate(*used, size, overlap=100, is_refit=False)
+    found = calibrate(y, mean, var, size, np.tile(weights, (4, 1)), 200, is_refit=False)
+    np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-6)
+    np.testing.assert_allclose(found[3], expected[3], rtol=1e-6)
+    assert expected[3][1] > 4 or size == 1
 
 
 def test_few_residuals_have_no_normal_tails():
@@ -121,3 +127,92 @@ def test_few_residuals_have_no_normal_tails():
         limit = math.sqrt(scale2) * stats.t(df).ppf(0.975)
         covered.append(stats.norm.cdf(limit) - stats.norm.cdf(-limit))
     assert np.mean(covered) > 0.93
+
+
+@pytest.mark.parametrize("df", [2.5, 5.0, math.inf])
+def test_crps_is_the_integral_over_all_thresholds(df):
+    """Of (F(t) - [y <= t])^2, by the trapezoidal rule."""
+    mean, var, y = np.array([1.0, -2.0]), np.array([1.0, 9.0]), np.array([0.3, 4.0])
+    prediction = StudentPrediction(mean, 0.5 * var, 0.5 * var, df)
+    grid = np.sinh(np.linspace(-12, 12, 20_001))
+    t = mean[:, None] + np.sqrt(var)[:, None] * grid
+    scale = (prediction.scale / np.sqrt(var))[:, None]
+    F = stats.t.cdf(grid / scale, df) if math.isfinite(df) else stats.norm.cdf(grid / scale)
+    squares = (F - (t >= y[:, None])) ** 2
+    expected = np.sum((squares[:, 1:] + squares[:, :-1]) / 2 * np.diff(t), -1)
+    np.testing.assert_allclose(prediction.crps(y), expected, rtol=1e-3)
+
+
+def member_residuals(scales, num_rows, df=5.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.sqrt(scales)[:, None, None] * rng.standard_t(df, (len(scales), num_rows, 1))
+
+
+def test_members_that_are_alike_have_one_scale():
+    """With a chance of 1 % they do not."""
+    num_alike = 0
+    for seed in range(50):
+        r = member_residuals(np.ones(5), 60, seed=seed)
+        scales, df = fit_members(r)
+        is_alike = (scales == scales[0]).all()
+        num_alike += is_alike
+        if is_alike:
+            assert (scales[0], df) == fit_student(r)
+    assert num_alike >= 47
+
+
+def test_a_member_that_is_too_sure_does_not_widen_the_others():
+    """One scale for all is too wide for four of five, and takes the fifth for heavy tails."""
+    true = np.array([1.0, 1.0, 1.0, 1.0, 24.0])
+    errors, pooled_errors = [], []
+    for seed in range(20):
+        r = member_residuals(true, 60, df=1e6, seed=seed)
+        scales, df = fit_members(r)
+        s2, pooled_df = fit_student(r)
+        errors.append(np.log(scales / true))
+        pooled_errors.append(np.log(s2 / true))
+        assert df > pooled_df
+    # The squared scale of 60 normal residuals has a relative standard error of sqrt(2 / 60).
+    assert (np.abs(np.mean(errors, 0)) < 4 * math.sqrt(2 / 60 / 20) + 0.05).all()
+    assert np.mean(np.square(errors)) < 0.1 * np.mean(np.square(pooled_errors))
+
+
+def test_shrunk_scales_are_those_of_a_naive_loop():
+    r = member_residuals(np.array([1.0, 2.0, 8.0]), 40)
+    scales, df = fit_members(r)
+    logs = []
+    for own in r:
+        s2 = np.mean(own**2)
+        for _ in range(1000):
+            s2 = np.mean((df + 1) * own**2 / (df + own**2 / s2))
+        logs.append(math.log(s2))
+    v = 2 * (1 + 3 / df) / 40
+    tau2 = np.var(logs, ddof=1) - v  # members with equally many rows
+    shrunk = np.mean(logs) + tau2 / (tau2 + v) * (logs - np.mean(logs))
+    found = np.log(scales)
+    np.testing.assert_allclose(found - found.mean(), shrunk - shrunk.mean(), atol=1e-6)
+    assert fit_student(r / np.sqrt(scales)[:, None, None])[0] == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_mixture_factor_counts_that_averages_of_uncertain_variances_are_too_large(size):
+    """Members agree on the mean, and are each unsure of the variance by a factor of their own."""
+    rng, n = np.random.default_rng(0), 20_000
+    variances = np.exp(0.8 * rng.standard_normal((size, n, 1)))
+    y = np.repeat(rng.standard_normal((1, n, 1)), size, 0)
+    variances *= np.mean(y**2 / variances)  # calibrated, with normal tails
+    pair = [np.stack((p[0], np.roll(p[1], n // 2, 0))) for p in (y, variances)]
+    factor = mixture_factor(pair[0], 0 * pair[0], pair[1], n // 2, math.inf, size)
+    needed = np.mean(y[0] ** 2 / variances.mean(0))
+    assert needed < 0.8
+    assert factor == pytest.approx(needed, rel=0.1)
+
+
+def test_a_row_on_which_two_members_disagree_wildly_does_not_narrow_the_mixture():
+    rng = np.random.default_rng(0)
+    y = np.repeat(rng.standard_normal((1, 200, 1)), 2, 0)
+    mean = 0.3 * rng.standard_normal((2, 200, 1))
+    expected = mixture_factor(y, mean, np.ones_like(y), 200, 5.0, 5)
+    mean[0, 7] = 1e4
+    found = mixture_factor(y, mean, np.ones_like(y), 200, 5.0, 5)
+    assert found == pytest.approx(expected, rel=0.1)
