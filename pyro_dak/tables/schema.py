@@ -122,8 +122,9 @@ class Columns:
         texts = [*self.names, *self.with_missing, *chain(*self.categories.values())]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("names of columns and categories must be texts")
-        if not all(isinstance(median, int | float) for median in self.medians.values()):
-            raise TypeError("medians must be numbers")
+        numbers = [*self.medians.values(), *chain(*self.bins.values())]
+        if not all(isinstance(number, int | float) and np.isfinite(number) for number in numbers):
+            raise TypeError("medians and edges of bins must be finite numbers")
         if sorted(self.names) != sorted([*self.medians, *self.categories]):
             raise TypeError("every column must hold either numbers or categories")
         if not {*self.with_missing, *self.dates, *self.bins} <= self.medians.keys():

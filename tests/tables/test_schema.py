@@ -83,7 +83,8 @@ def test_columns_and_targets_survive_json(no_type_checker):
             kind.from_json({})
     for change in (
         {"names": ["a"]},
-        {"medians": [["a", "x"]]},
+        {"medians": [["a", "x"], ["d", 0.0]]},
+        {"medians": [["a", float("nan")], ["d", 0.0]]},
         {"with_missing": ["c"]},
         {"dates": [["d", ["month"]]]},
         {"categories": [["b", [1]]]},
