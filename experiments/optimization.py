@@ -10,10 +10,10 @@ value so far minus the optimum. The peers are BoTorch's `SingleTaskGP`, the comm
 with its own settings but for at most 1,000 epochs a round, an ensemble of five networks, and random
 points.
 
-The defaults of `DAKModel` were chosen on other functions: six-hump camel, Levy in 4 and 12
-dimensions, Rosenbrock in 3, Griewank in 5 on a shifted box, and Michalewicz in 5. Of the four here
-Ackley's optimum is in the middle of its box, and the function in 20 dimensions, Styblinski-Tang's,
-is a sum over dimensions, which suits an additive prior.
+The defaults of `DAKModel` were chosen on other functions, with three to five seeds: six-hump camel,
+Levy in 4 dimensions, Rosenbrock in 3, Griewank in 5 on a shifted box, and Michalewicz in 5. Of the
+four here Ackley's optimum is in the middle of its box, and the function in 20 dimensions,
+Styblinski-Tang's, is a sum over dimensions, which suits an additive prior.
 """
 
 import statistics

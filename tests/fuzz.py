@@ -74,6 +74,7 @@ METHODS = {
     "AdditiveGP": "forward",
     "AdditiveLayer": "",
     "DAK": "forward observe",
+    "DAKHead": "finish forward freeze_statistics loss",
     "KernelActivation": "forward",
     "MixturePrediction": "",  # as those of Prediction
     "Novelty": "",
@@ -490,6 +491,37 @@ def _(name: str) -> Any:
 def _(name: str) -> Any:
     model = make_model()
     return model.observe, {"h": torch.rand(N, 2), "y": torch.randn(N, 1), "num_data": 12.0}
+
+
+@target("DAKHead")
+def _(name: str) -> Any:
+    return pyro_dak.DAKHead, {"feature_dim": 3, "num_outputs": 2, "num_data": 12, "num_units": 2}
+
+
+def a_head() -> tuple[pyro_dak.DAKHead, Tensor, Tensor]:
+    """A head for two classes that has seen a batch, with features and labels."""
+    head = pyro_dak.DAKHead(3, 2, num_data=2 * N, num_units=2, level=2)
+    features, y = torch.randn(N, 3), torch.randint(0, 2, (N,))
+    head.loss(features, y).backward()
+    return head, features, y
+
+
+@target("DAKHead.loss", numbers="any")  # features that overflow are for a GradScaler to skip
+def _(name: str) -> Any:
+    head, features, y = a_head()
+    return head.loss, {"features": features, "y": y}
+
+
+@target("DAKHead.forward", "DAKHead.freeze_statistics", numbers="any")
+def _(name: str) -> Any:
+    head, features, _ = a_head()
+    return getattr(head, name.split(".")[1]), {"features": features}
+
+
+@target("DAKHead.finish", cost=5)
+def _(name: str) -> Any:
+    head, features, y = a_head()
+    return head.finish, {"batches": [(features, y)]}
 
 
 GUIDES = ("FullRankGuide", "LowRankGuide", "MeanFieldGuide", "UnitBlockGuide")
@@ -1177,12 +1209,15 @@ def _has_rows(result: Any, arguments: Arguments) -> bool:
     return len(result) == len(arguments["X"])
 
 
-@target("DAKRegressor.predict", "DAKRegressor.predict_interval", "DAKClassifier.predict",
-        "DAKClassifier.predict_proba", is_right=_has_rows, words_of=SKLEARN)  # fmt: skip
+@target("DAKRegressor.predict", "DAKRegressor.predict_interval", "DAKRegressor.predict_quantiles",
+        "DAKClassifier.predict", "DAKClassifier.predict_proba", is_right=_has_rows,
+        words_of=SKLEARN)  # fmt: skip
 def _(name: str) -> Any:
     kind, method = name.split(".")
-    level = {"level": 0.8} if method == "predict_interval" else {}
-    return getattr(a_fitted_estimator(kind), method), {"X": a_table(kind)["X"], **level}
+    own = {"predict_interval": {"level": 0.8}, "predict_quantiles": {"quantiles": [0.1, 0.5]}}
+    return getattr(a_fitted_estimator(kind), method), {"X": a_table(kind)["X"]} | own.get(
+        method, {}
+    )
 
 
 @target(*[f"{name}.predict_dist" for name in ESTIMATORS], numbers="infinite", words_of=SKLEARN)
@@ -1201,6 +1236,68 @@ def _(name: str) -> Any:
 def _(name: str) -> Any:
     kind = name.split(".")[0]
     return ESTIMATORS[kind].load, {"path": a_fitted_estimator(kind).save("estimator")}
+
+
+ADDITIVE = {
+    "DAKAdditiveRegressor": pyro_dak.DAKAdditiveRegressor,
+    "DAKAdditiveClassifier": pyro_dak.DAKAdditiveClassifier,
+}
+
+
+@functools.cache
+def a_fitted_additive_estimator(name: str) -> Any:
+    return ADDITIVE[name](level=3).fit(**a_table(name))
+
+
+@target(*ADDITIVE, cost=12, words_of=SKLEARN)
+def _(name: str) -> Any:
+    table = a_table(name)
+
+    def make_and_fit(**arguments: Any) -> Any:
+        return ADDITIVE[name](**arguments).fit(**table).predict(table["X"])
+
+    return make_and_fit, {"pairs": 1, "level": 3}
+
+
+@target(*[f"{name}.fit" for name in ADDITIVE], cost=8, words_of=SKLEARN)
+def _(name: str) -> Any:
+    kind = name.split(".")[0]
+    return ADDITIVE[kind](level=3).fit, {**a_table(kind), "sample_weight": np.ones(24)}
+
+
+@target("DAKAdditiveRegressor.predict", "DAKAdditiveRegressor.predict_interval",
+        "DAKAdditiveRegressor.predict_quantiles", "DAKAdditiveClassifier.predict",
+        "DAKAdditiveClassifier.predict_proba", is_right=_has_rows, words_of=SKLEARN)  # fmt: skip
+def _(name: str) -> Any:
+    kind, method = name.split(".")
+    own = {"predict_interval": {"level": 0.8}, "predict_quantiles": {"quantiles": [0.1, 0.5]}}
+    fitted = a_fitted_additive_estimator(kind)
+    return getattr(fitted, method), {"X": a_table(kind)["X"]} | own.get(method, {})
+
+
+@target(*[f"{name}.{method}" for name in ADDITIVE for method in ("explain", "predict_dist")],
+        "DAKAdditiveRegressor.posterior_moments", numbers="infinite",
+        words_of=SKLEARN)  # fmt: skip
+def _(name: str) -> Any:
+    kind, method = name.split(".")
+    return getattr(a_fitted_additive_estimator(kind), method), {"X": a_table(kind)["X"]}
+
+
+@target(*[f"{name}.shape_function" for name in ADDITIVE], words_of=SKLEARN)
+def _(name: str) -> Any:
+    return a_fitted_additive_estimator(name.split(".")[0]).shape_function, {"column": "x1"}
+
+
+@target(*[f"{name}.save" for name in ADDITIVE], cost=2)
+def _(name: str) -> Any:
+    arguments = {"path": "estimator", "overwrite": True}
+    return a_fitted_additive_estimator(name.split(".")[0]).save, arguments
+
+
+@target(*[f"{name}.load" for name in ADDITIVE], cost=3)
+def _(name: str) -> Any:
+    kind = name.split(".")[0]
+    return ADDITIVE[kind].load, {"path": a_fitted_additive_estimator(kind).save("estimator")}
 
 
 # ------------------------------------------------------------------------------ judgement

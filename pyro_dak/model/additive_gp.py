@@ -15,6 +15,7 @@ from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.layer import AdditiveLayer, Weights
 from pyro_dak.additive.scaling import build_scaling
+from pyro_dak.model.explaining import explaining
 from pyro_dak.model.modes import local_parameters, own_precision
 from pyro_dak.model.priors import (
     HorseshoePrior,
@@ -288,7 +289,8 @@ class AdditiveGP(PyroModule):
             x: inputs, `(N, ...)`, or with batch dimensions in front if the extractor takes them.
         """
         check_parts("x", x)
-        return self.sample()(x)
+        with explaining(self, x):
+            return self.sample()(x)
 
     @pyro_method
     def sample(self) -> "DrawnFunction":

@@ -64,10 +64,6 @@ class DAK(AdditiveGP):
     Attributes:
         input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
             before the first x.
-
-    Attributes:
-        input_shape: the shape of a row of x, as plain data (see `pyro_dak.model.rows`), or None
-            before the first x.
         calibration: the number that `pyro_dak.calibrate` found, a scalar that `predict` uses, or
             None before. It is part of the state, and belongs to the weights beside it.
     """

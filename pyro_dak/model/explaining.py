@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from pyro_dak.model.modes import evaluating
 from pyro_dak.model.rows import Inputs, call, parts, row_shape, shown, shown_shape, split, to_device
 
 if TYPE_CHECKING:
+    from pyro_dak.model.additive_gp import AdditiveGP
     from pyro_dak.model.dak import DAK
 
 __all__ = ["explaining"]
@@ -22,7 +23,10 @@ _ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 @contextmanager
 def explaining(
-    model: "DAK", x: Inputs | None = None, y: Tensor | None = None, **modules: nn.Module
+    model: "DAK | AdditiveGP",
+    x: Inputs | None = None,
+    y: Tensor | None = None,
+    **modules: nn.Module,
 ) -> Iterator[None]:
     """A context for the use of data: if it fails because of them or of weights, it says so.
 
@@ -38,7 +42,7 @@ def explaining(
 
 
 def _reason(
-    model: "DAK", x: Inputs | None, y: Tensor | None, modules: dict[str, nn.Module]
+    model: Any, x: Inputs | None, y: Tensor | None, modules: dict[str, nn.Module]
 ) -> Exception | None:
     """An error that says what is wrong with weights, inputs or targets, or None."""
     named: dict[str, nn.Module] = {"model": model, **modules}
@@ -59,7 +63,7 @@ def _reason(
 
 
 @torch.no_grad()
-def _reason_of_inputs(model: "DAK", x: Inputs) -> ValueError | None:
+def _reason_of_inputs(model: "AdditiveGP", x: Inputs) -> ValueError | None:
     """An error that says why the network cannot take x, or None."""
     with evaluating(model):
         try:
@@ -78,8 +82,11 @@ def _reason_of_inputs(model: "DAK", x: Inputs) -> ValueError | None:
     return None
 
 
-def _mismatch(model: "DAK", x: Inputs, error: Exception) -> str:
-    seen, message = model.input_shape, str(error).strip().splitlines() or [repr(error)]
+def _mismatch(model: "AdditiveGP", x: Inputs, error: Exception) -> str:
+    seen, message = (
+        getattr(model, "input_shape", None),
+        str(error).strip().splitlines() or [repr(error)],
+    )
     is_whole = all(isinstance(part, Tensor) and part.dim() > 0 for part in parts(x).values())
     if seen is None or not is_whole or row_shape(x) == seen:
         return f"`x` must fit `feature_extractor`; got {shown(x)}, of which it says: {message[0]}"

@@ -191,8 +191,21 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         check_integer("pair_level", self.pair_level, minimum=1, maximum=5)
         if isinstance(self.pairs, str) and self.pairs != "auto":
             raise ValueError(f'`pairs` must be a number, "auto" or a list; got {self.pairs!r}.')
-        if isinstance(self.pairs, int | np.integer) and self.pairs < 0:
+        is_number = isinstance(self.pairs, int | np.integer) and not isinstance(self.pairs, bool)
+        if is_number and self.pairs < 0:
             raise ValueError(f"`pairs` must not be negative; got {self.pairs}.")
+        is_list = isinstance(self.pairs, Sequence | np.ndarray)
+        if not is_number and not is_list and self.pairs is not None:
+            raise TypeError(
+                '`pairs` must be a number of pairs, "auto", or a list of pairs of columns; got '
+                f"{type(self.pairs).__name__}."
+            )
+        if is_list and not isinstance(self.pairs, str):
+            for pair in self.pairs:
+                if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str | bytes):
+                    raise TypeError(
+                        f"`pairs` must hold pairs of columns, such as (0, 1); got {pair!r:.80}."
+                    )
 
     def _table(self, X: Any, is_first: bool) -> pd.DataFrame:
         """X as a data frame with the names of the columns."""

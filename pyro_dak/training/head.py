@@ -325,7 +325,7 @@ class DAKHead(nn.Module):
                 "`features` must be given before the first step: there are no statistics yet."
             )
         if features is not None:
-            self._take_statistics(self._checked(features.detach()))
+            self._take_statistics(self._checked(features).detach())
         scaling.is_frozen = bool(is_frozen)
 
     def finish(
@@ -464,6 +464,8 @@ class _Rows:
     generators: Sequence[torch.Generator] = ()
 
     def __init__(self, head: DAKHead, batches: Any, network: Any):
+        if isinstance(batches, Tensor):
+            raise TypeError("`batches` must be batches (features, y); got a Tensor.")
         check_kind("batches", batches, Iterable, "batches (features, y)")
         self.batches = [*batches] if isinstance(batches, Iterator) else batches
         self.head, self.network, self.num_rows = head, network, head.num_data
@@ -474,17 +476,22 @@ class _Rows:
         """The batches in the order in which they come."""
         modules = [self.network] if isinstance(self.network, nn.Module) else []
         device = self.head.model.layer.log_unit_scale.device
+        is_empty = True
         for batch in self.batches:
+            is_empty = False
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise TypeError(
                     "every batch of `batches` must be a pair (features, y); got "
                     f"{type(batch).__name__}."
                 )
             x, y = batch
+            check_tensor("y of a batch", y)
             with evaluating(*modules):
                 x = x.to(device) if isinstance(x, Tensor) else x
                 features = self.head._checked(x if self.network is None else self.network(x))
             yield features, y.to(device), 1.0
+        if is_empty:
+            raise ValueError("`batches` yields no batch; give all training rows as (features, y).")
 
 
 def _summed(value: Tensor, reduce_op: str = "sum") -> Tensor:
