@@ -48,6 +48,11 @@ __all__ = [
 FAR = 1e20
 
 
+def _far(like: Tensor) -> float:
+    """`FAR`, or the largest number of the dtype if that is less, as it is in half precision."""
+    return min(FAR, torch.finfo(like.dtype).max)
+
+
 class Interval(NamedTuple):
     """Where inputs lie: interval `j` and distances `a`, `b` to its two nodes, all `(...)`.
 
@@ -129,8 +134,8 @@ def locate(x: Float[Tensor, "*shape"], num_inducing: int, delta: Delta) -> Inter
     M = num_inducing
     index = x.detach().clamp(0, M).long().clamp(0, M)
     is_left, is_right = index == 0, index == M
-    a = (x - index).masked_fill(is_left, FAR)
-    b = (1 + index - x).masked_fill(is_right, FAR)
+    a = (x - index).masked_fill(is_left, _far(x))
+    b = (1 + index - x).masked_fill(is_right, _far(x))
     is_outside = is_left | is_right
     if isinstance(delta, Tensor):
         return Interval(index, a, b, torch.where(is_outside, 1, -1 / torch.expm1(-2 * delta)))
@@ -231,7 +236,7 @@ def level_features(
     r = torch.where(is_right, r, -r)
     is_first, is_last = k == 0, k == last
     is_open = torch.where(is_right, is_last, is_first)
-    rest = (d - r).masked_fill(is_open, FAR)
+    rest = (d - r).masked_fill(is_open, _far(r))
     amplitude = torch.where(is_first | is_last, edge_scale, scale) * torch.where(is_open, 1, norm)
     return last + k, amplitude * (-delta * r).exp() * -torch.expm1(-2 * delta * rest)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from pyro_dak import DyadicGrid, KernelActivation
 from pyro_dak.additive import bridge
 from pyro_dak.additive.factor import level_constants
 from pyro_dak.fast.fused import LinearMap
@@ -156,3 +157,9 @@ def test_linear_map_is_a_product_with_its_gradient(is_dense):
     z = torch.randn(2, 3, 4, requires_grad=True)
     assert_close(linear_map(z), z @ matrix.mT)
     assert torch.autograd.gradcheck(linear_map, (z,))
+
+
+def test_half_precision_has_a_distance_to_nodes_that_do_not_exist():
+    h = torch.linspace(-0.5, 1.5, 9).unsqueeze(-1)
+    activation = KernelActivation(DyadicGrid(2))
+    assert_close(activation(h.half()), activation(h).half(), atol=5e-3, rtol=0)
