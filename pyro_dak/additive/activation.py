@@ -143,12 +143,24 @@ class KernelActivation(nn.Module):
         self._fixed_delta = None if number is None else grid.spacing / number
         self._factor = None
         if number is not None and not self.has_local_route:
+            self._check_variance()
             self._factor = dense_inverse_factor(grid, self.kernel, self.jitter)
         self._cache: dict[tuple[str, torch.dtype, torch.device], Any] = {}
         start = self._start(num_units)
         self.log_lengthscale = nn.Parameter(start) if self.kernel.learn else None
         if self.num_inducing > 1 and not self.kernel.has_prior:
             self._warn_if_coarse()
+
+    def _check_variance(self) -> None:
+        """Raise unless k(u, u) = 1 at the nodes, which the residual variance stands on."""
+        U = self.grid.inducing_points
+        variance = self.kernel(U, U).diagonal()
+        if not torch.allclose(variance, torch.ones_like(variance), atol=1e-6):
+            raise ValueError(
+                f"`kernel` must be a function of the distance with k(0) = 1; {self.kernel} has "
+                f"variances from {float(variance.min()):.3g} to {float(variance.max()):.3g} at the "
+                "nodes. Divide it by k(0): the scales of the units are learned beside it."
+            )
 
     def _start(self, num_units: int | None) -> Tensor:
         """Logarithms of the kernel's lengthscales, `(P,)`, for its parameter; empty without one."""

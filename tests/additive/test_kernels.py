@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from pyro_dak.additive.activation import KernelActivation
+from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel, MaternKernel, RBFKernel
 
 KERNELS = [LaplaceKernel(0.7), MaternKernel(0.7, nu=1.5), MaternKernel(0.7), RBFKernel(0.7)]
@@ -143,3 +145,22 @@ def test_a_prior_is_carried_and_gives_no_value():
 def test_wrong_lengthscales_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         LaplaceKernel(**arguments)
+
+
+def test_kernels_without_unit_variance_are_refused():
+    @dataclass(frozen=True)
+    class Twice(Kernel):
+        def of_distance(self, r):
+            return 2 * (-r).exp()
+
+    @dataclass(frozen=True)
+    class Brownian(Kernel):
+        def of_distance(self, r):
+            raise AssertionError
+
+        def __call__(self, a, b):
+            return torch.minimum(a.unsqueeze(-1), b)
+
+    for kernel, most in ((Twice(), "2"), (Brownian(), "0.875")):
+        with pytest.raises(ValueError, match=rf"k\(0\) = 1.*to {most} at the nodes"):
+            KernelActivation(DyadicGrid(3), kernel)
