@@ -1164,6 +1164,10 @@ def _(name: str) -> Any:
 
 SKLEARN = ("sklearn", "numpy", "scipy", "pandas")
 ESTIMATORS = {"DAKRegressor": DAKRegressor, "DAKClassifier": DAKClassifier}
+ADDITIVE = {
+    "DAKAdditiveRegressor": pyro_dak.DAKAdditiveRegressor,
+    "DAKAdditiveClassifier": pyro_dak.DAKAdditiveClassifier,
+}
 QUICK: Arguments = {
     "hidden_layer_sizes": (4,), "num_units": 2, "level": 2, "epochs": 1, "batch_size": 16,
     "early_stopping": False, "random_state": 0, "device": "cpu", "progress": False,
@@ -1177,24 +1181,30 @@ def a_table(name: str) -> Arguments:
 
 @functools.cache
 def a_fitted_estimator(name: str) -> Any:
-    return ESTIMATORS[name](**QUICK).fit(**a_table(name))
+    return an_estimator(name).fit(**a_table(name))
 
 
-@target(*ESTIMATORS, cost=12, words_of=SKLEARN)
+def an_estimator(name: str) -> Any:
+    return ADDITIVE[name](level=3) if name in ADDITIVE else ESTIMATORS[name](**QUICK)
+
+
+@target(*ESTIMATORS, *ADDITIVE, cost=12, words_of=SKLEARN)
 def _(name: str) -> Any:
     table = a_table(name)
 
     def make_and_fit(**arguments: Any) -> Any:
-        return ESTIMATORS[name](**arguments).fit(**table).predict(table["X"])
+        return (ESTIMATORS | ADDITIVE)[name](**arguments).fit(**table).predict(table["X"])
 
+    if name in ADDITIVE:
+        return make_and_fit, {"pairs": 1, "level": 3}
     options = {"ensemble_size": 2, "learning_rate": 0.01, "weight_decay": 0.1, "refit": True}
     options |= {"early_stopping": True, "validation_fraction": 0.3, "warm_start": False}
     options |= {"heteroscedastic": True} if name == "DAKRegressor" else {}
     return make_and_fit, QUICK | options
 
 
-@target(*[f"{name}.{method}" for name in ESTIMATORS for method in ("fit", "partial_fit")], cost=8,
-        words_of=SKLEARN)  # fmt: skip
+@target(*[f"{name}.{method}" for name in ESTIMATORS for method in ("fit", "partial_fit")],
+        *[f"{name}.fit" for name in ADDITIVE], cost=8, words_of=SKLEARN)  # fmt: skip
 def _(name: str) -> Any:
     kind, method = name.split(".")
     arguments = {**a_table(kind), "sample_weight": np.ones(24)}
@@ -1202,7 +1212,7 @@ def _(name: str) -> Any:
         arguments["classes"] = np.arange(3)
     elif method == "partial_fit":
         arguments |= {"update_network": False, "forget": 0.9}
-    return getattr(ESTIMATORS[kind](**QUICK), method), arguments
+    return getattr(an_estimator(kind), method), arguments
 
 
 def _has_rows(result: Any, arguments: Arguments) -> bool:
@@ -1210,8 +1220,10 @@ def _has_rows(result: Any, arguments: Arguments) -> bool:
 
 
 @target("DAKRegressor.predict", "DAKRegressor.predict_interval", "DAKRegressor.predict_quantiles",
-        "DAKClassifier.predict", "DAKClassifier.predict_proba", is_right=_has_rows,
-        words_of=SKLEARN)  # fmt: skip
+        "DAKClassifier.predict", "DAKClassifier.predict_proba", "DAKAdditiveRegressor.predict",
+        "DAKAdditiveRegressor.predict_interval", "DAKAdditiveRegressor.predict_quantiles",
+        "DAKAdditiveClassifier.predict", "DAKAdditiveClassifier.predict_proba",
+        is_right=_has_rows, words_of=SKLEARN)  # fmt: skip
 def _(name: str) -> Any:
     kind, method = name.split(".")
     own = {"predict_interval": {"level": 0.8}, "predict_quantiles": {"quantiles": [0.1, 0.5]}}
@@ -1220,84 +1232,37 @@ def _(name: str) -> Any:
     )
 
 
-@target(*[f"{name}.predict_dist" for name in ESTIMATORS], numbers="infinite", words_of=SKLEARN)
+ALL_ESTIMATORS = [*ESTIMATORS, *ADDITIVE]
+
+
+@target(*[f"{name}.predict_dist" for name in ALL_ESTIMATORS], numbers="infinite", words_of=SKLEARN)
 def _(name: str) -> Any:
     kind = name.split(".")[0]
     return a_fitted_estimator(kind).predict_dist, {"X": a_table(kind)["X"]}
 
 
-@target(*[f"{name}.save" for name in ESTIMATORS], cost=2)
+@target(*[f"{name}.save" for name in ALL_ESTIMATORS], cost=2)
 def _(name: str) -> Any:
     arguments = {"path": "estimator", "overwrite": True}
     return a_fitted_estimator(name.split(".")[0]).save, arguments
 
 
-@target(*[f"{name}.load" for name in ESTIMATORS], cost=3)
+@target(*[f"{name}.load" for name in ALL_ESTIMATORS], cost=3)
 def _(name: str) -> Any:
     kind = name.split(".")[0]
-    return ESTIMATORS[kind].load, {"path": a_fitted_estimator(kind).save("estimator")}
+    return (ESTIMATORS | ADDITIVE)[kind].load, {"path": a_fitted_estimator(kind).save("estimator")}
 
 
-ADDITIVE = {
-    "DAKAdditiveRegressor": pyro_dak.DAKAdditiveRegressor,
-    "DAKAdditiveClassifier": pyro_dak.DAKAdditiveClassifier,
-}
-
-
-@functools.cache
-def a_fitted_additive_estimator(name: str) -> Any:
-    return ADDITIVE[name](level=3).fit(**a_table(name))
-
-
-@target(*ADDITIVE, cost=12, words_of=SKLEARN)
-def _(name: str) -> Any:
-    table = a_table(name)
-
-    def make_and_fit(**arguments: Any) -> Any:
-        return ADDITIVE[name](**arguments).fit(**table).predict(table["X"])
-
-    return make_and_fit, {"pairs": 1, "level": 3}
-
-
-@target(*[f"{name}.fit" for name in ADDITIVE], cost=8, words_of=SKLEARN)
-def _(name: str) -> Any:
-    kind = name.split(".")[0]
-    return ADDITIVE[kind](level=3).fit, {**a_table(kind), "sample_weight": np.ones(24)}
-
-
-@target("DAKAdditiveRegressor.predict", "DAKAdditiveRegressor.predict_interval",
-        "DAKAdditiveRegressor.predict_quantiles", "DAKAdditiveClassifier.predict",
-        "DAKAdditiveClassifier.predict_proba", is_right=_has_rows, words_of=SKLEARN)  # fmt: skip
+@target(*[f"{name}.explain" for name in ADDITIVE], "DAKAdditiveRegressor.posterior_moments",
+        numbers="infinite", words_of=SKLEARN)  # fmt: skip
 def _(name: str) -> Any:
     kind, method = name.split(".")
-    own = {"predict_interval": {"level": 0.8}, "predict_quantiles": {"quantiles": [0.1, 0.5]}}
-    fitted = a_fitted_additive_estimator(kind)
-    return getattr(fitted, method), {"X": a_table(kind)["X"]} | own.get(method, {})
-
-
-@target(*[f"{name}.{method}" for name in ADDITIVE for method in ("explain", "predict_dist")],
-        "DAKAdditiveRegressor.posterior_moments", numbers="infinite",
-        words_of=SKLEARN)  # fmt: skip
-def _(name: str) -> Any:
-    kind, method = name.split(".")
-    return getattr(a_fitted_additive_estimator(kind), method), {"X": a_table(kind)["X"]}
+    return getattr(a_fitted_estimator(kind), method), {"X": a_table(kind)["X"]}
 
 
 @target(*[f"{name}.shape_function" for name in ADDITIVE], words_of=SKLEARN)
 def _(name: str) -> Any:
-    return a_fitted_additive_estimator(name.split(".")[0]).shape_function, {"column": "x1"}
-
-
-@target(*[f"{name}.save" for name in ADDITIVE], cost=2)
-def _(name: str) -> Any:
-    arguments = {"path": "estimator", "overwrite": True}
-    return a_fitted_additive_estimator(name.split(".")[0]).save, arguments
-
-
-@target(*[f"{name}.load" for name in ADDITIVE], cost=3)
-def _(name: str) -> Any:
-    kind = name.split(".")[0]
-    return ADDITIVE[kind].load, {"path": a_fitted_additive_estimator(kind).save("estimator")}
+    return a_fitted_estimator(name.split(".")[0]).shape_function, {"column": "x1"}
 
 
 # ------------------------------------------------------------------------------ judgement
