@@ -34,7 +34,13 @@ from pyro_dak.prediction import ClassPrediction, Prediction, learn_novelty, pred
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.fit import build_objective
 from pyro_dak.training.natural import NaturalLoss, are_finite, build_learner, over_processes
-from pyro_dak.validation import check_choice, check_integer, check_kind, check_tensor
+from pyro_dak.validation import (
+    check_choice,
+    check_has_values,
+    check_integer,
+    check_kind,
+    check_tensor,
+)
 
 __all__ = ["DAKHead"]
 
@@ -110,6 +116,7 @@ class DAKHead(nn.Module):
     ):
         super().__init__()
         _check_options(num_data, options)
+        check_integer("num_outputs", num_outputs, minimum=1)
         likelihood = CategoricalLikelihood() if likelihood is None else likelihood
         if isinstance(likelihood, CategoricalLikelihood) and num_outputs == 1:
             raise ValueError(
@@ -189,10 +196,11 @@ class DAKHead(nn.Module):
         self._catch_up()
         features = self._checked(features)
         check_tensor("y", y)
-        if not 0 < len(y) <= self.num_data:
+        num_rows = len(y) if y.dim() > 0 else 0
+        if not 0 < num_rows <= self.num_data:
             raise ValueError(
                 f"`y` must have at least one row, and at most num_data={self.num_data}, the rows "
-                f"of the training set; got {len(y)}."
+                f"of the training set; got {num_rows}."
             )
         if isinstance(self.objective, AnalyticELBO):
             check_sites(self.model, features)
@@ -405,7 +413,10 @@ class DAKHead(nn.Module):
                 f"{features.dtype} of shape {tuple(features.shape)}. Flatten or pool what the "
                 "network returns, or set `feature_dim`."
             )
-        return features.to(self.model.layer.log_unit_scale.dtype)
+        like = self.model.layer.log_unit_scale
+        if not like.is_meta:
+            check_has_values("features", features)
+        return features.to(like.dtype)
 
     def _take_statistics(self, features: Tensor) -> None:
         """Set the statistics of the scaling to those of these rows, over all processes."""
