@@ -122,10 +122,13 @@ def _with_data_dim(sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def likelihood_parameters(model: DAK, sites: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What `distribution` of the likelihood takes beside f, from draws of all sites `(S, *event)`.
 
-    These are the sites of the likelihood, and a noise scale that was sampled without being one.
-    They broadcast against f `(S, N, F)`: numbers are `(S, 1, 1)`, vectors `(S, 1, C)`.
+    These are the sites that the likelihood gives to `distribution`, without those that only their
+    priors know, and a noise scale that was sampled without being one. They broadcast against f
+    `(S, N, F)`: numbers are `(S, 1, 1)`, vectors `(S, 1, C)`.
     """
-    names = dict.fromkeys(("noise_scale", *likelihood_sites(model)))
+    known = getattr(model.likelihood, "parameter_priors", None)
+    own = likelihood_sites(model) if known is None else known
+    names = dict.fromkeys(("noise_scale", *own))
     return {n: sites[n].reshape(len(sites[n]), 1, -1) for n in names if n in sites}
 
 

@@ -408,9 +408,21 @@ class AdditiveGP(PyroModule):
             if value is not None:
                 has_data_dim = value.dim() > event_dim and value.shape[-event_dim - 1] == 1
                 values[name] = value.squeeze(-event_dim - 1) if has_data_dim else value
+        self._check_batches(h, values["mu"].shape[:-1])
         weights = Weights(values["z"], values["mu"], values.get("linear"))
         scales = (values.get(name) for name in ("shrinkage", "unit_scale", "lengthscale"))
         return self.layer(h, weights, *scales)
+
+    def _check_batches(self, h: Tensor, draws: torch.Size) -> None:
+        """Raise if draws of the weights would be taken for leading dimensions of the inputs."""
+        num_leading = h.dim() - 2
+        if num_leading > 0 and any(size != 1 for size in draws[-num_leading:]):
+            raise ValueError(
+                f"Leading dimensions {tuple(h.shape[:-2])} of inputs cannot be told from draws of "
+                f"the weights, {tuple(draws)}. Put a plate around each leading dimension, so that "
+                "vectorised particles lie to the left of them (`max_plate_nesting`), and use "
+                "`Predictive` with `parallel=False`."
+            )
 
 
 class DrawnFunction:

@@ -14,6 +14,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.poutine import runtime
 from torch import Tensor
 
 from pyro_dak.model.modes import pyro_lock
@@ -277,6 +278,17 @@ def _expanded(value: Any, shape: torch.Size, is_batched: bool) -> dist.Distribut
     if not fits or own[len(own) - num_events :] != shape[n - num_events :]:
         return None
     if batch and not is_batched:
+        return None
+    # Under plates, what the function has sampled has their dimensions: all in front, or none.
+    depth = max((-f.dim for f in runtime.get_plates() if f.dim is not None), default=0)
+    is_whole = own == shape or all(size == 1 for size in own)
+    if (
+        is_batched
+        and depth
+        and full
+        and len(full) != n + depth
+        and not (len(full) == n and is_whole)
+    ):
         return None
     elements = value.expand((*batch, *shape[: n - num_events]))
     return dist.Independent(elements, n - num_events)

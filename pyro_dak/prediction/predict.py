@@ -288,6 +288,12 @@ def frozen_functions(
     """
     q = resolve_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     guide, sites = (None, q) if isinstance(q, dict) else (q, None)
+    drawn = [n for n in ("shrinkage", "unit_scale", "lengthscale") if sites and n in sites]
+    if residual_variance and drawn:
+        raise NotImplementedError(
+            f"The residual variance is not known for draws of `{drawn[0]}`, on which it depends; "
+            "predict without it."
+        )
     modules = {} if guide is None else {"guide": guide}
     with (
         explaining(model, x, **modules),

@@ -158,6 +158,8 @@ class NaturalLoss(DAKLoss):
             shapes |= {"steepest": torch.Size(), "mean_curvature": torch.Size()}
         if noise is not None:
             shapes["squares"] = noise.shape
+            if self.model.likelihood.missing is not None:
+                shapes["num_squares"] = noise.shape
         if {name: value.shape for name, value in tensors.items()} != shapes:
             raise ValueError("the sums over the last rows are not finite, or of another guide")
         if not all(is_finite(value) for value in tensors.values()):

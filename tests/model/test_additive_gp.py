@@ -439,3 +439,50 @@ def test_priors_without_a_name_are_not_saved(tmp_path):
     model, _, _ = make_dak(likelihood=GaussianLikelihood(dist.LogNormal(torch.tensor(0.0), 1.0)))
     with pytest.raises(ValueError, match=r"prior of noise_scale \(LogNormal\).*LogNormalPrior"):
         save(model, MeanFieldGuide(model), tmp_path / "model")
+
+
+def test_draws_are_not_taken_for_leading_dimensions():
+    gp = make_gp()
+    x = torch.randn(3, 6, 2)
+    with pyro.plate("particles", 3, dim=-2), pytest.raises(ValueError, match="told from draws"):
+        gp(x)
+    with pyro.plate("particles", 5, dim=-3):
+        draw = gp.sample()
+    f = draw(x)
+    assert f.shape == (5, 3, 6, 2)
+    for s in range(5):
+        one = {name: value[s, 0, 0] for name, value in draw.sites.items()}
+        assert_close(f[s], gp.functions(gp.unit_inputs(x), one))
+
+
+@pytest.mark.parametrize("num_particles", [3, 4])
+def test_a_sampled_scale_is_never_taken_for_one_of_each_unit(num_particles):
+    def scalar(shape):
+        return dist.Normal(0.0, pyro.sample("tau", dist.LogNormal(torch.tensor(0.0), 1.0)))
+
+    model, x, y = make_dak(prior={"z": scalar}, num_units=4)
+    assert model(x, y).shape == (20, 1)
+    plate = pyro.plate("particles", num_particles, dim=-2)
+    with plate, pytest.raises(ValueError, match=r"tau\[\.\.\., None"):
+        model(x, y)
+
+
+def test_residual_variance_is_refused_for_draws_of_scales():
+    model, x, _ = make_dak()
+    sites = {n: torch.randn(5, *shape) for n, shape in model.site_shapes.items()}
+    draws = sites | {"unit_scale": torch.rand(5, 3)}
+    assert predict(model, draws, x).mean.shape == (20, 1)
+    with pytest.raises(NotImplementedError, match="draws of `unit_scale`"):
+        predict(model, draws, x, residual_variance=True)
+
+
+def test_sites_inside_the_prior_of_the_noise_are_no_arguments_of_the_likelihood():
+    def noise(shape):
+        level = pyro.sample("level", dist.Normal(torch.tensor(-2.0), 0.1))
+        return dist.LogNormal(level, 0.1)
+
+    model, x, _ = make_dak(likelihood=GaussianLikelihood(noise))
+    draws = {n: torch.randn(5, *shape) for n, shape in model.site_shapes.items()}
+    draws |= {"noise_scale": torch.rand(5) + 0.1, "level": torch.randn(5)}
+    p = predict(model, draws, x)
+    assert_close(p.aleatoric, draws["noise_scale"].square().mean().expand_as(p.mean))
