@@ -172,7 +172,8 @@ class NaturalLoss(DAKLoss):
         takes a natural-gradient step of length 1 from there, which is the posterior of the final
         features for Gaussian noise, and close to it for other likelihoods. Before that, the
         statistics of the scaling become those of all rows, and a noise in closed form is renewed,
-        each from a pass of its own. The running statistics lag behind: the mean of a feature is
+        each from a pass of its own; since the noise is that of q, q takes such a step before it
+        too. The running statistics lag behind: the mean of a feature is
         free to drift, since batches are centred, and an optimiser like Adam makes steps out of the
         rounding of its gradient.
         """
@@ -180,16 +181,23 @@ class NaturalLoss(DAKLoss):
         assert isinstance(guide, NaturalGuide)
         self._renew_scaling(data, fabric, seed)
         if likelihood.closed_noise is not None:
+            self._step_on_all_rows(data, fabric, seed)
             sums, num_rows = self._sums_over(data, fabric, seed)
             learn_noise(likelihood, sums, num_rows, 1.0)
-        sums, num_rows = self._sums_over(data, fabric, seed)
-        sums, gain = of_weights(self.model, guide, sums), data.num_rows / num_rows
-        guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=likelihood.coupling)
+        self._step_on_all_rows(data, fabric, seed)
         if not bool(guide.mean.isfinite().all()):
             raise TrainingError(
                 "The posterior of the final features is not finite: the precision of its weights "
                 "cannot be inverted. Scale the inputs, raise the noise, or pass `final_pass=False`."
             )
+
+    def _step_on_all_rows(self, data: Epochs, fabric: Any, seed: int) -> None:
+        """Let q take a natural-gradient step of length 1 on all rows, in eval mode."""
+        guide: Any = self.guide
+        sums, num_rows = self._sums_over(data, fabric, seed)
+        sums, gain = of_weights(self.model, guide, sums), data.num_rows / num_rows
+        coupling = self.model.likelihood.coupling
+        guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=coupling)
 
     def _renew_scaling(self, data: Epochs, fabric: Any, seed: int) -> None:
         """Set the statistics of the scaling to those of all rows, or of the first 2^27 numbers."""

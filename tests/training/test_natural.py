@@ -23,6 +23,7 @@ from pyro_dak import (
     StudentTLikelihood,
     TrainingError,
     exact_posterior,
+    fit,
     predict,
 )
 from pyro_dak.inference.natural import expected_and_rows, learn_noise
@@ -364,3 +365,16 @@ def test_a_final_posterior_that_is_not_finite_is_told(monkeypatch):
     monkeypatch.setattr(NaturalLoss, "_sums_over", broken)
     with pytest.raises(TrainingError, match="The posterior of the final features is not finite"):
         train(model, guide)
+
+
+def test_the_noise_of_a_finished_run_is_that_of_its_posterior():
+    torch.manual_seed(0)
+    x = torch.randn(157, 3)
+    y = torch.sin(2 * x[:, :1]) + 0.2 * torch.randn(157, 1)
+    model = DAK(nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 8)), 8, num_units=4)
+    guide = NaturalGuide(model)
+    fit(model, guide, (x, y), epochs=8, batch_size=5, seed=0, progress=False, novelty=False)
+    q = predict(model, guide, x).functions
+    best = ((y - q.mean).square() + q.var).mean().sqrt()
+    # From the q of the last epoch, on features scaled anew, it was half as large again.
+    assert float(model.likelihood.noise_scale.detach() / best) == pytest.approx(1, abs=0.2)
