@@ -413,7 +413,7 @@ class AdditiveGP(PyroModule):
         scales = (values.get(name) for name in ("shrinkage", "unit_scale", "lengthscale"))
         return self.layer(h, weights, *scales)
 
-    def _check_batches(self, h: Tensor, draws: torch.Size) -> None:
+    def _check_batches(self, h: Tensor, draws: tuple[int, ...]) -> None:
         """Raise if draws of the weights would be taken for leading dimensions of the inputs."""
         num_leading = h.dim() - 2
         if num_leading > 0 and any(size != 1 for size in draws[-num_leading:]):
