@@ -12,7 +12,6 @@ import torch
 from sklearn.model_selection import KFold, train_test_split
 from torch import Tensor
 
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
 from pyro_dak.tables.rows import (
@@ -22,6 +21,7 @@ from pyro_dak.tables.rows import (
     held_out_rows,
     without,
 )
+from pyro_dak.validation import import_optional
 
 __all__ = ["PEERS", "CatBoost", "EarlyStoppedEnsemble", "LightGBM", "NGBoost"]
 

@@ -1,7 +1,9 @@
 """Checks at the public boundary: each returns nothing, or raises an error that says what to do."""
 
+import importlib
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -27,6 +29,7 @@ __all__ = [
     "check_seed",
     "check_shape",
     "check_tensor",
+    "import_optional",
 ]
 
 _MAX_INTEGER = 2**63 - 1
@@ -205,3 +208,16 @@ def check_finite(name: str, value: Tensor) -> None:
         f"`{name}` must be finite; got {num_nan} NaN and {num_inf} infinite of "
         f"{value.numel()} values. Remove or impute those rows, or look for a diverging network."
     )
+
+
+def import_optional(name: str) -> Any:
+    """A module of the extra "diagnostics", or an error that says how to install it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0 at import
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"This needs {name.split('.')[0]}, which is not installed. "
+            "Run `pip install 'pyro_dak[diagnostics]'`."
+        ) from error

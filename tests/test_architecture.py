@@ -14,6 +14,7 @@ PACKAGE = ROOT / "pyro_dak"
 # The rooms of the package, from the ground up: a room imports rooms before it, and itself.
 ORDER = (
     "validation",
+    "drawing",
     "fast",
     "additive",
     "model",

@@ -1,6 +1,5 @@
 """Export of any posterior to ArviZ 0.x (InferenceData) or 1.x (DataTree), with named dimensions."""
 
-import importlib
 import inspect
 import math
 import warnings
@@ -22,23 +21,11 @@ from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_inputs
 from pyro_dak.model.rows import Inputs, num_numbers, num_rows
+from pyro_dak.validation import import_optional
 
-__all__ = ["import_optional", "to_arviz"]
+__all__ = ["to_arviz"]
 
 Group = dict[str, Tensor]
-
-
-def import_optional(name: str) -> Any:
-    """A module of the extra "diagnostics", or an error that says how to install it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0 at import
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"This needs {name.split('.')[0]}, which is not installed. "
-            "Run `pip install 'pyro_dak[diagnostics]'`."
-        ) from error
 
 
 @torch.no_grad()

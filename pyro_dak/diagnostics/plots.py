@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from pyro_dak.diagnostics.arguments import check_pit
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve, reliability_curve
 from pyro_dak.diagnostics.checks import LeaveOneOut
 from pyro_dak.diagnostics.comparison import PosteriorComparison
 from pyro_dak.diagnostics.posterior_moments import gaussian_fit, response, weight_names
 from pyro_dak.diagnostics.sbc import SBCResult
+from pyro_dak.drawing import INK, MUTED, PALETTE, RULE, new_axes, style_axes
 from pyro_dak.inference.densities import cached_inputs
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
@@ -48,31 +48,7 @@ __all__ = [
     "plot_sbc",
 ]
 
-PALETTE = ("#1b4965", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#6e7781")
 _DASHES: tuple[Any, ...] = ((0, (5, 2)), (0, (2, 1.5)), (0, (5, 1.5, 1, 1.5)))
-_INK, _MUTED, _RULE = "#24292f", "#57606a", "#d0d7de"
-
-
-def _axes(ax: Any, columns: int = 1, size: tuple[float, float] = (5.0, 3.4)) -> Any:
-    """The given axes, or `columns` new ones in a row. Several of them are an array."""
-    if ax is not None:
-        return ax
-    pyplot = import_optional("matplotlib.pyplot")
-    figsize = (size[0] * columns, size[1])
-    return pyplot.subplots(1, columns, figsize=figsize, layout="constrained")[1]
-
-
-def _style(ax: Any, xlabel: str, ylabel: str, title: str = "", has_legend: bool = False) -> Any:
-    if title:
-        ax.set_title(title, loc="left", fontsize=10.5, color=_INK)
-    if has_legend:
-        ax.legend(frameon=False, fontsize=8, labelcolor=_MUTED)
-    ax.set_xlabel(xlabel, color=_MUTED)
-    ax.set_ylabel(ylabel, color=_MUTED)
-    ax.tick_params(colors=_MUTED, length=3)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(_RULE)
-    return ax
 
 
 def _normal_quantile(level: float) -> float:
@@ -113,7 +89,7 @@ def plot_predictive_band(
         got = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
         raise ValueError(f"`x` must have one column, (N, 1); got {got}.")
     check_integer("output", output, minimum=0, maximum=model.num_outputs - 1)
-    ax = _axes(ax)
+    ax = new_axes(ax)
     quantile, h, grid = _normal_quantile(level), cached_inputs(model, x), _numpy(x[:, 0])
     is_class = isinstance(model.likelihood, CategoricalLikelihood)
     # A single posterior, which may be a dictionary of samples, has no name.
@@ -142,13 +118,13 @@ def plot_predictive_band(
                 f"`truth` must have {len(x)} values, one per row of `x`; got {tuple(truth.shape)}."
             )
         values = _numpy(truth.reshape(len(x), -1)[:, 0])
-        ax.plot(grid, values, color=_INK, lw=1.1, ls="--", label="truth")
+        ax.plot(grid, values, color=INK, lw=1.1, ls="--", label="truth")
     if data is not None:
         y = _checked_pair(data).reshape(len(data[1]), -1)
         y = y[:, min(output, y.shape[1] - 1)]
         y = (y == output).double() if is_class else y
-        ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=_INK, mew=0, label="data")
-    return _style(ax, "x", f"P(class {output})" if is_class else "y", has_legend=True)
+        ax.plot(_numpy(data[0][:, 0]), _numpy(y), "o", ms=3.2, color=INK, mew=0, label="data")
+    return style_axes(ax, "x", f"P(class {output})" if is_class else "y", has_legend=True)
 
 
 def _checked_pair(data: tuple[Tensor, Tensor]) -> Tensor:
@@ -193,7 +169,7 @@ def plot_components(
     own = slice(output * model.layer.num_weights, (output + 1) * model.layer.num_weights)
     fit, names = gaussian_fit(model, posterior), weight_names(model)[1][own]
     loc, cov = fit.mean[own], fit.cov[own, own]
-    axes = _axes(axes, len(chosen), (2.8, 2.6))
+    axes = new_axes(axes, len(chosen), (2.8, 2.6))
     for i, (ax, p) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         grid = torch.linspace(float(h[:, p].min()), float(h[:, p].max()), 300, dtype=h.dtype)
         is_own = torch.tensor([name == f"unit {p}" for name in names], device=h.device)
@@ -201,12 +177,12 @@ def plot_components(
         design = design * is_own
         sd = ((design @ cov) * design).sum(-1).clamp(min=0).sqrt()
         mean, width, grid = _numpy(design @ loc), quantile * _numpy(sd), _numpy(grid)
-        ax.axhline(0, color=_RULE, lw=0.8, zorder=0)
+        ax.axhline(0, color=RULE, lw=0.8, zorder=0)
         ax.fill_between(grid, mean - width, mean + width, color=PALETTE[0], alpha=0.2, lw=0)
         ax.plot(grid, mean, color=PALETTE[0], lw=1.8)
         ticks, place = _numpy(h[:: max(1, len(h) // 200), p]), ax.get_xaxis_transform()
-        ax.plot(ticks, [0.02] * len(ticks), "|", color=_MUTED, ms=4, transform=place)
-        _style(ax, "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$", f"unit {p}")
+        ax.plot(ticks, [0.02] * len(ticks), "|", color=MUTED, ms=4, transform=place)
+        style_axes(ax, "$h_p$", "" if i else r"$\sigma_p\, g_p(h_p)$", f"unit {p}")
     return axes
 
 
@@ -220,36 +196,27 @@ def _checked_units(model: DAK, units: Sequence[int]) -> list[int]:
 def plot_learning_curves(history: History, ax: Any = None) -> Any:
     """The loss per row in each epoch, of training and, if rows were held out, of validation."""
     check_kind("history", history, History, "a History, as `fit` returns it")
-    ax = _axes(ax)
-    names = {"loss": "training"}
-    keys = history.rows[0] if history.rows else {}
-    names |= {key: "validation" for key in keys if key in ("val_loss", "val_nlpd")}
-    for (key, label), color in zip(names.items(), PALETTE, strict=False):
-        values = history.column(key)
-        ax.plot(range(1, len(values) + 1), values, color=color, lw=1.6, label=label)
-    if history.best_epoch is not None:
-        ax.axvline(history.best_epoch, color=_MUTED, lw=0.8, ls=":", label="best")
-    return _style(ax, "epoch", "loss per row", has_legend=True)
+    return history.plot(ax)
 
 
 def plot_reliability(
     y: Tensor, probs: Tensor | Mapping[str, Tensor], *, num_bins: int = 10, ax: Any = None
 ) -> Any:
     """Accuracy against confidence, for one set of class probabilities `(N, C)` or for several."""
-    ax = _axes(ax, size=(4.0, 3.6))
+    ax = new_axes(ax, size=(4.0, 3.6))
     for name, values, color in _on_diagonal(ax, probs):
         curve = reliability_curve(y, values, num_bins)
         confidence, accuracy, rows = (_numpy(part) for part in curve)
         ax.plot(confidence, accuracy, color=color, lw=1.4, label=name)
         ax.scatter(confidence, accuracy, s=12 + 120 * rows / rows.sum(), color=color, lw=0)
-    return _style(ax, "confidence", "accuracy", has_legend=isinstance(probs, Mapping))
+    return style_axes(ax, "confidence", "accuracy", has_legend=isinstance(probs, Mapping))
 
 
 def _on_diagonal(
     ax: Any, values: Any, ends: tuple[float, float] = (0, 1)
 ) -> Iterator[tuple[str | None, Any, str]]:
     """Draw the diagonal, and give name, values and colour of what is to be drawn over it."""
-    ax.plot(ends, ends, color=_RULE, lw=1.2, zorder=0)
+    ax.plot(ends, ends, color=RULE, lw=1.2, zorder=0)
     named = values if isinstance(values, Mapping) else {None: values}
     for (name, one), color in zip(named.items(), cycle(PALETTE), strict=False):
         yield name, one, color
@@ -263,27 +230,27 @@ def plot_pit(pit: Tensor, *, num_bins: int = 20, ax: Any = None) -> Any:
     """
     check_pit(pit)
     check_integer("num_bins", num_bins, minimum=1, maximum=10_000)
-    ax = _axes(ax)
+    ax = new_axes(ax)
     counts = torch.histc(pit.flatten().double().cpu(), num_bins, 0.0, 1.0)
     _bars(ax, counts, pit.numel() / num_bins)
-    return _style(ax, "PIT", "rows")
+    return style_axes(ax, "PIT", "rows")
 
 
 def plot_coverage(pit: Tensor | Mapping[str, Tensor], ax: Any = None) -> Any:
     """Share of y inside the central interval, against its level; the diagonal is best."""
-    ax = _axes(ax, size=(4.0, 3.6))
+    ax = new_axes(ax, size=(4.0, 3.6))
     levels = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     for name, values, color in _on_diagonal(ax, pit):
         check_floating("pit", values)
         curve = coverage_curve(values.double(), levels.to(values.device))
         ax.plot(_numpy(levels), _numpy(curve), color=color, lw=1.6, label=name)
-    return _style(ax, "level of the interval", "coverage", has_legend=isinstance(pit, Mapping))
+    return style_axes(ax, "level of the interval", "coverage", has_legend=isinstance(pit, Mapping))
 
 
 def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
     """Means and standard deviations of all weights against those of the reference, on two axes."""
     check_kind("comparison", comparison, PosteriorComparison, "what `compare_posteriors` returns")
-    axes = _axes(axes, 2, (4.0, 3.8))
+    axes = new_axes(axes, 2, (4.0, 3.8))
     reference = comparison.fits[comparison.reference]
     others = {n: f for n, f in comparison.fits.items() if n != comparison.reference}
     for ax, part in zip(axes, ("mean", "sd"), strict=True):
@@ -292,7 +259,7 @@ def plot_comparison(comparison: PosteriorComparison, axes: Any = None) -> Any:
             values = _numpy(getattr(fit, part))
             ax.plot(truth, values, "o", ms=3.4, mew=0, alpha=0.7, color=color, label=name)
         title = f"posterior {part}s of the weights"
-        _style(ax, comparison.reference, "", title, has_legend=part == "mean")
+        style_axes(ax, comparison.reference, "", title, has_legend=part == "mean")
     return axes
 
 
@@ -313,33 +280,33 @@ def plot_sbc(
     if unknown:
         raise ValueError(f"`names` must be quantities of the result; got {unknown}.")
     counts = result.counts(num_bins)
-    axes = _axes(axes, len(chosen), (2.8, 2.6))
+    axes = new_axes(axes, len(chosen), (2.8, 2.6))
     for i, (ax, name) in enumerate(zip(numpy.atleast_1d(axes), chosen, strict=True)):
         _bars(ax, counts[result.names.index(name)], len(result.ranks) / num_bins)
-        _style(ax, "rank of the truth", "" if i else "simulations", name)
+        style_axes(ax, "rank of the truth", "" if i else "simulations", name)
     return axes
 
 
 def plot_k_hat(left_out: LeaveOneOut, ax: Any = None) -> Any:
     """k-hat of every row of a leave-one-out result. Those above 0.7 are red."""
     check_kind("left_out", left_out, LeaveOneOut, "what `loo` returns")
-    ax = _axes(ax)
+    ax = new_axes(ax)
     k = _numpy(left_out.k_hat.clamp(min=-1, max=2))
     rows, is_bad = _numpy(torch.arange(len(k))), k > 0.7
-    ax.axhline(0.7, color=_MUTED, lw=0.9, ls="--")
+    ax.axhline(0.7, color=MUTED, lw=0.9, ls="--")
     for part, color in ((~is_bad, PALETTE[0]), (is_bad, PALETTE[1])):
         ax.plot(rows[part], k[part], "o", ms=3, mew=0, color=color)
-    return _style(ax, "row", "k-hat")
+    return style_axes(ax, "row", "k-hat")
 
 
 def _bars(ax: Any, counts: Tensor, expected: float) -> None:
     """Bars over [0, 1], with a band that holds 99 % of binomial counts."""
     num_bins = len(counts)
     spread = 2.576 * math.sqrt(expected * (1 - 1 / num_bins))
-    ax.axhspan(max(expected - spread, 0), expected + spread, color=_RULE, alpha=0.6, lw=0, zorder=0)
+    ax.axhspan(max(expected - spread, 0), expected + spread, color=RULE, alpha=0.6, lw=0, zorder=0)
     centres = (torch.arange(num_bins) + 0.5) / num_bins
     ax.bar(_numpy(centres), _numpy(counts), width=0.94 / num_bins, color=PALETTE[0], alpha=0.85)
-    ax.axhline(expected, color=_MUTED, lw=0.9)
+    ax.axhline(expected, color=MUTED, lw=0.9)
 
 
 def _numpy(values: Tensor) -> Any:

@@ -160,8 +160,10 @@ class AdditiveGP(PyroModule):
         shapes = {**self.site_shapes, **self.scale_shapes}
         inside = {name: sites_inside(self.prior[name], shape) for name, shape in shapes.items()}
         self.sites_in_priors = {name: sites for name, sites in inside.items() if sites}
-        if "unit_scale" in self.scale_shapes:
-            self.layer.log_unit_scale.requires_grad_(False)  # the site takes its place
+        if "unit_scale" in self.scale_shapes:  # the site takes its place
+            log_unit_scale = self.layer.log_unit_scale.detach()
+            del self.layer.log_unit_scale
+            self.layer.register_buffer("log_unit_scale", log_unit_scale)
 
     def _weight_shapes(self, prior: Mapping[str, PriorLike]) -> dict[str, torch.Size]:
         """Event shapes of the sites that the guides of this library have."""

@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 from sklearn.base import is_regressor
 
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.calibration import coverage_curve
 from pyro_dak.diagnostics.plots import plot_coverage, plot_reliability
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
@@ -55,6 +54,7 @@ from pyro_dak.tables.schema import (
 )
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
+from pyro_dak.validation import import_optional
 
 __all__ = ["app"]
 

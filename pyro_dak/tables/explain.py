@@ -19,13 +19,13 @@ import pandas as pd
 import torch
 from sklearn.base import is_regressor
 
-from pyro_dak.diagnostics.arviz import import_optional
-from pyro_dak.diagnostics.plots import PALETTE, plot_coverage, plot_pit, plot_reliability
+from pyro_dak.diagnostics.plots import plot_coverage, plot_pit, plot_reliability
 from pyro_dak.diagnostics.scores import accuracy, brier_score, rmse
+from pyro_dak.drawing import MUTED, PALETTE, RULE
 from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.schema import raw_columns
-from pyro_dak.validation import check_integer
+from pyro_dak.validation import check_integer, import_optional
 
 __all__ = ["Line", "Page", "Panel", "additive_page", "dependence_page", "render"]
 
@@ -33,7 +33,7 @@ __all__ = ["Line", "Page", "Panel", "additive_page", "dependence_page", "render"
 _NUM_VALUES, _NUM_ROWS = 25, 200
 # Columns, classes and categories beyond these are left out, and the page says so.
 _MAX_PANELS, _MAX_CLASSES, _MAX_CATEGORIES, _MAX_BARS = 60, 5, 30, 30
-_MUTED, _SHADE, _RULE = "#57606a", "#e6eaee", "#d0d7de"
+_SHADE = "#e6eaee"
 _LONGEST = 40
 
 _STYLE = """
@@ -459,15 +459,15 @@ def _bars(values: Array) -> bytes:
     def draw(ax: Any) -> None:
         ax.hist(values, bins=np.linspace(0, 1, 21), color=PALETTE[0], alpha=0.8)
         _plain(ax)
-        ax.set_xlabel("novelty", color=_MUTED)
+        ax.set_xlabel("novelty", color=MUTED)
 
     return _picture(draw)
 
 
 def _plain(ax: Any) -> None:
-    ax.tick_params(colors=_MUTED, length=3, labelsize=8)
+    ax.tick_params(colors=MUTED, length=3, labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(_RULE)
+    ax.spines[["left", "bottom"]].set_color(RULE)
 
 
 def _panel_picture(panel: Panel, unit: str) -> bytes:
@@ -526,13 +526,13 @@ def _draw_map(ax: Any, panel: Panel) -> None:
         axis.set_ticks(places, labels)
     _plain(ax)
     if panel.axes is not None:
-        ax.set_xlabel(_short(panel.axes[0]), color=_MUTED, fontsize=9)
-        ax.set_ylabel(_short(panel.axes[1]), color=_MUTED, fontsize=9)
+        ax.set_xlabel(_short(panel.axes[0]), color=MUTED, fontsize=9)
+        ax.set_ylabel(_short(panel.axes[1]), color=MUTED, fontsize=9)
 
 
 def _finish(ax: Any, panel: Panel, unit: str) -> None:
     _plain(ax)
-    ax.set_ylabel(_short(unit), color=_MUTED, fontsize=9)
+    ax.set_ylabel(_short(unit), color=MUTED, fontsize=9)
     if panel.lines[0].label is not None and len(panel.lines) > 1:
         ax.legend(frameon=False, fontsize=7)
 
@@ -541,7 +541,7 @@ def _draw_importances(ax: Any, names: list[str], values: Array, stds: Array | No
     order = np.argsort(values, kind="stable")[-_MAX_BARS:]
     errors = None if stds is None else 1.96 * stds[order]
     places = np.arange(len(order))
-    ax.barh(places, values[order], xerr=errors, color=PALETTE[0], ecolor=_MUTED, height=0.7)
+    ax.barh(places, values[order], xerr=errors, color=PALETTE[0], ecolor=MUTED, height=0.7)
     ax.set_yticks(places, [_short(names[k]) for k in order])
     ax.set_xlim(left=0)
     _plain(ax)

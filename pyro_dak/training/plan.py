@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_dak.drawing import MUTED, PALETTE, new_axes, style_axes
 from pyro_dak.training.optimizers import OPTIMIZERS, SCHEDULES, Group, Schedule
 from pyro_dak.validation import (
     check_choice,
@@ -17,6 +18,9 @@ from pyro_dak.validation import (
 )
 
 __all__ = ["History", "Plan", "TrainingError"]
+
+# The columns that `History.plot` draws: the estimators score held-out rows in their own way.
+_CURVES = {"loss": "training", "val_nlpd": "validation", "val_score": "held-out score"}
 
 
 @dataclass(repr=False)
@@ -58,6 +62,22 @@ class History:
         if self.rows:
             check_choice("name", name, self.rows[-1])
         return [row[name] for row in self.rows]
+
+    def plot(self, ax: Any = None) -> Any:
+        """The axes `ax`, or new ones, with the loss per row in each epoch.
+
+        Held-out rows have a line of their own, by the epochs that scored them, and a dotted line
+        marks the epoch whose weights were kept.
+        """
+        ax = new_axes(ax)
+        for (name, label), color in zip(_CURVES.items(), PALETTE, strict=False):
+            epochs = [i for i, row in enumerate(self.rows, 1) if name in row]
+            values = [row[name] for row in self.rows if name in row]
+            if values:
+                ax.plot(epochs, values, color=color, lw=1.6, label=label)
+        if self.best_epoch is not None:
+            ax.axvline(self.best_epoch, color=MUTED, lw=0.8, ls=":", label="best")
+        return style_axes(ax, "epoch", "loss per row", has_legend=bool(self.rows))
 
 
 class TrainingError(RuntimeError):

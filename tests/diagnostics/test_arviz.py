@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from pyro_dak import GaussianLikelihood, HorseshoePrior, run_nuts, to_arviz
 from pyro_dak.diagnostics import k_hat, loo
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.inference.densities import log_joint, log_likelihood
+from pyro_dak.validation import import_optional
 from tests import scenarios
 
 matplotlib = import_optional("matplotlib")

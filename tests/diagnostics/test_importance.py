@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.diagnostics.importance import fit_pareto, pareto_smooth
+from pyro_dak.validation import import_optional
 
 arviz = import_optional("arviz")
 

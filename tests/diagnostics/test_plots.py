@@ -18,9 +18,9 @@ from pyro_dak import (
     exact_posterior,
 )
 from pyro_dak.diagnostics import loo, pit_values, plots, simulation_based_calibration
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.inference.draws import Draws, draw_posterior
 from pyro_dak.training.plan import History
+from pyro_dak.validation import import_optional
 from tests import scenarios
 
 import_optional("matplotlib").use("Agg")
@@ -103,6 +103,20 @@ def test_learning_curves_are_the_columns_of_the_history():
     ax = plots.plot_learning_curves(History(rows, best_epoch=2))
     assert line(ax).tolist() == [3.0, 1.0]
     assert line(ax, 1).tolist() == [4.0, 2.0]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "training",
+        "validation",
+        "best",
+    ]
+
+
+def test_a_history_plots_itself_by_the_epochs_that_were_scored():
+    _, ax = pyplot.subplots()
+    history = History([{"loss": 3.0}, {"loss": 2.0, "val_score": 5.0}, {"loss": 1.0}])
+    assert history.plot(ax) is ax
+    assert line(ax).tolist() == [3.0, 2.0, 1.0]
+    assert (ax.lines[1].get_xdata().tolist(), line(ax, 1).tolist()) == ([2], [5.0])
+    assert len(History().plot().lines) == 0
 
 
 def test_calibration_plots_show_their_curves():

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.inference.mcmc.chains import effective_sample_size, split_r_hat
+from pyro_dak.validation import import_optional
 
 arviz = import_optional("arviz")
 

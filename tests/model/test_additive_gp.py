@@ -281,6 +281,21 @@ def test_scales_of_units_can_be_a_site():
     assert not model.layer.log_unit_scale.requires_grad
 
 
+def test_a_site_takes_the_place_of_the_parameter_in_a_program():
+    """Of fixed parameters Pyro warns in train mode, so that there must be none."""
+    gp = AdditiveGP(nn.Linear(2, 3), 3, 3, prior={"unit_scale": GammaScalePrior(2.0, 2.0)})
+    assert "layer.log_unit_scale" in gp.state_dict()
+    assert "layer.log_unit_scale" not in dict(gp.named_parameters())
+
+    def program(x):
+        f = gp(x)[..., 0]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 1.0), obs=x[:, 0])
+
+    svi = SVI(program, AutoNormal(program), Adam({"lr": 0.01}), Trace_ELBO())
+    assert svi.step(torch.randn(5, 2)) > 0
+
+
 @pytest.mark.parametrize(
     "likelihood",
     [
