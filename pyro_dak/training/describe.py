@@ -585,8 +585,12 @@ def _class_of(kind: str, name: object, known: Mapping[str, Any]) -> Any:
         return _look_up(kind, name, known)
     group, base = _OFFERED[kind]
     names = registry.names(group)
-    _look_up(kind, name, {**dict.fromkeys(names), **known})
-    cls = registry.find(group, str(name))
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(
+            f"unknown {kind} {name!r:.80}; known are {', '.join(sorted({*known, *names}))}. Any "
+            "other must be offered by a package that is installed (see `pyro_dak.registry`)"
+        )
+    cls = registry.find(group, name)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise TypeError(f"{name!r} in `pyro_dak.{group}` is no class of a {kind}")
     return cls
