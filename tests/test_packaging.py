@@ -1,5 +1,6 @@
 """What is installed and shipped: the core without its extras, and a complete source archive."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ import models
 import pyro_dak
 from pyro_dak import registry
 from tests import scenarios
-from tests.scripts import lowest
+from tests.scripts import lowest, wheel
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,6 +82,16 @@ def test_the_source_archive_holds_all_that_its_tests_need(tmp_path):
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     found = subprocess.run(collect, cwd=source, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_alone(tmp_path):
+    """The core and the command line; everything else, and an empty environment: make test-wheel.
+
+    With `PYRO_DAK_VENV` nothing but the wheel is installed.
+    """
+    given = os.environ.get("PYRO_DAK_VENV")
+    wheel.check_all(tmp_path, ["cli"], ROOT / "constraints.txt", Path(given) if given else None)
 
 
 def test_the_wheel_holds_all_packages():
