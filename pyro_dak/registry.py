@@ -62,7 +62,8 @@ def name_of(kind: str, cls: type) -> str | None:
     """
     root = cls.__module__.split(".")[0]
     for entry in _entries(kind):
-        if entry.module.split(".")[0] == root and _imported(entry) is cls:
+        module, _, attributes = entry.value.partition(":")
+        if module.split(".")[0] == root and _imported(module, attributes) is cls:
             return entry.name
     return None
 
@@ -72,11 +73,11 @@ def _entries(kind: str) -> list[EntryPoint]:
     return list(entry_points(group=f"pyro_dak.{kind}"))
 
 
-def _imported(entry: EntryPoint) -> Any:
-    """What an entry stands for, if its module is imported."""
-    value: Any = sys.modules.get(entry.module)
-    for attribute in entry.attr.split("."):
-        value = getattr(value, attribute, None)
+def _imported(module: str, attributes: str) -> Any:
+    """What `module:attributes` stands for, if the module is imported already."""
+    value: Any = sys.modules.get(module)
+    for name in attributes.split("."):
+        value = getattr(value, name, None)
     return value
 
 
