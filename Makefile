@@ -6,7 +6,7 @@ VENV := $(or $(PYRO_DAK_VENV),.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-lowest attack docs report lint bench clean
+.PHONY: setup demo test test-all test-python test-lowest test-wheel attack docs report lint bench clean
 
 setup: $(if $(PYRO_DAK_VENV),,$(STAMP))
 
@@ -26,9 +26,19 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m ''
 
+# `make test-python PYTHON=python3.12` runs the tests by another Python, in an environment of its own.
+test-python:
+	$(MAKE) test PYTHON=$(PYTHON) PYRO_DAK_VENV= \
+	  VENV=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
 # Needs minutes, a Python 3.11 and a few GB: the lowest versions that pyproject.toml names.
 test-lowest: setup
 	$(BIN)/python tests/scripts/lowest.py $(LOWEST)
+
+# The wheel in empty environments: the core alone, then each extra by itself; EXTRAS="cli" for one.
+test-wheel: EXTRAS ?= all
+test-wheel: setup
+	$(BIN)/python -m tests.scripts.wheel --constraints constraints.txt $(EXTRAS)
 
 # Minutes of attacks on what docs/reliability.md promises; ATTACK="--only kills --kills 50".
 attack: setup
@@ -49,4 +59,4 @@ bench: setup
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

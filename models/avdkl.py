@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.shared.backbones import backbone
-from models.shared.baseline import TableBaseline
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.validation import check_choice
+
+from .shared.backbones import backbone
+from .shared.baseline import TableBaseline
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 class Amortised(NamedTuple):

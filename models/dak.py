@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from models.shared import backbones
 from pyro_dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
+
+from .shared import backbones
 
 
 def build(

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from models.shared.dak import DAKOnTables, build_on_tables
-from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import LocalReparamELBO
+
+from .shared.dak import DAKOnTables, build_on_tables
+from .shared.recipe import DEFAULT_RECIPE, Recipe
 
 
 def build(

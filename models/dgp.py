@@ -5,14 +5,15 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.baseline import only_one_output
-from models.shared.gpytorch import (
+from pyro_dak.additive.gaussian import FunctionMoments
+
+from .shared.baseline import only_one_output
+from .shared.gpytorch import (
     GPyTorchRegressor,
     gpytorch_likelihood,
     initial_inducing_points,
 )
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
-from pyro_dak.additive.gaussian import FunctionMoments
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 class Layer(gpytorch.models.deep_gps.DeepGPLayer):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from models.shared.backbones import backbone
-from models.shared.exact import ExactRegressor
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
+from .shared.backbones import backbone
+from .shared.exact import ExactRegressor
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 def build(

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from models.shared.exact import ExactRegressor
-from models.shared.recipe import DEFAULT_RECIPE, Recipe
+from .shared.exact import ExactRegressor
+from .shared.recipe import DEFAULT_RECIPE, Recipe
 
 
 def build(

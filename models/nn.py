@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from models.shared import backbones
-from models.shared.baseline import TableBaseline
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from pyro_dak import GaussianLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
+
+from .shared import backbones
+from .shared.baseline import TableBaseline
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 class NeuralNetwork(TableBaseline):

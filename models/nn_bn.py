@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import nn as nn_board
-from models.shared.recipe import DEFAULT_RECIPE, Recipe
 from pyro_dak import GaussianLikelihood
+
+from . import nn as nn_board
+from .shared.recipe import DEFAULT_RECIPE, Recipe
 
 
 class NormalizedNetwork(nn_board.NeuralNetwork):

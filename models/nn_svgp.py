@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from models.shared.backbones import backbone
-from models.shared.baseline import only_one_output
-from models.shared.gpytorch import (
+from .shared.backbones import backbone
+from .shared.baseline import only_one_output
+from .shared.gpytorch import (
     GPyTorchRegressor,
     SEProcesses,
     gpytorch_likelihood,
     initial_inducing_points,
     sparse_strategy,
 )
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 
 class SparseGP(SEProcesses):

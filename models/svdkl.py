@@ -6,17 +6,18 @@ from gpytorch.utils.memoize import clear_cache_hook
 from linear_operator.operators import DiagLinearOperator
 from torch import Tensor, nn
 
-from models.shared.backbones import backbone
-from models.shared.baseline import only_one_output
-from models.shared.gpytorch import (
+from pyro_dak.additive.scaling import build_scaling
+
+from .shared.backbones import backbone
+from .shared.baseline import only_one_output
+from .shared.gpytorch import (
     Clamp,
     GPyTorchRegressor,
     SEProcesses,
     gpytorch_likelihood,
     grid_strategy,
 )
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
-from pyro_dak.additive.scaling import build_scaling
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 
 BOUNDS = (0.0, 1.0)
 

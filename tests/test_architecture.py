@@ -13,8 +13,11 @@ PACKAGE = ROOT / "pyro_dak"
 
 # The rooms of the package, from the ground up: a room imports rooms before it, and itself.
 ORDER = (
+    "annotations",
     "validation",
     "drawing",
+    "registry",
+    "boards",
     "fast",
     "additive",
     "model",
@@ -26,7 +29,7 @@ ORDER = (
     "botorch",
     "tables",
 )
-TORCH_ONLY = ("validation", "fast", "additive")
+TORCH_ONLY = ("annotations", "validation", "registry", "fast", "additive")
 # Who may use the fast twins of the plain formulas.
 USERS_OF_FAST = ("additive/", "fast/", "prediction/freeze.py", "training/loop.py")
 # Methods that write a file at the path that they get.
@@ -74,7 +77,7 @@ def test_there_is_a_room_for_every_package():
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_a_room_imports_rooms_before_it_only(path):
-    if room_of(path) in ("__main__", "boards"):
+    if room_of(path) == "__main__":
         return
     allowed = set(ORDER[: ORDER.index(room_of(path)) + 1])
     names = (name.split(".") for name in imported_names(path))
@@ -109,6 +112,26 @@ def test_nothing_imports_the_experiments(folder):
 def test_boards_stand_on_the_package_alone(board):
     others = {"models", "guides", "experiments", "benchmarks", "tests"} - {board}
     assert [path.name for path in files_of(board) if roots(path) & others] == []
+
+
+@pytest.mark.parametrize("board", ["models", "guides"])
+def test_boards_import_their_own_files_relatively(board):
+    """In an installed wheel a board has another name: it is a part of `pyro_dak.boards`."""
+    trees = {path.name: ast.parse(path.read_text()) for path in files_of(board)}
+    absolute = [
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and not node.level
+        if (node.module or "").split(".")[0] == board
+    ]
+    assert absolute == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_jaxtyping_has_one_seam(path):
+    """Users need no jaxtyping: shapes in annotations come from `pyro_dak.annotations`."""
+    assert "jaxtyping" not in roots(path) or path.name == "annotations.py"
 
 
 def writes(path):

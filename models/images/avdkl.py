@@ -2,12 +2,13 @@
 
 from torch import Tensor, nn
 
-from models.avdkl import AVDKL, Amortisation, SEProcess
-from models.shared.image_baseline import ImageBaseline
-from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
-from models.shared.training import Terms
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
+
+from ..avdkl import AVDKL, Amortisation, SEProcess
+from ..shared.image_baseline import ImageBaseline
+from ..shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from ..shared.training import Terms
 
 
 class AmortisedClassifier(ImageBaseline):

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from models.images import dak_mc
-from models.shared.dak import DAKOnImages
-from models.shared.recipe import IMAGE_RECIPE, Recipe
+from ..shared.dak import DAKOnImages
+from ..shared.recipe import IMAGE_RECIPE, Recipe
+from . import dak_mc
 
 OPTIONS = {"embedding": False, "level": 3, "num_std": 8.0}
 

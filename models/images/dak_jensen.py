@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from models.shared.dak import DAKOnImages, build_on_images
-from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak import JensenELBO
+
+from ..shared.dak import DAKOnImages, build_on_images
+from ..shared.recipe import IMAGE_RECIPE, Recipe
 
 
 def build(

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from models.shared.image_baseline import ImageBaseline
-from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
-from models.shared.training import Terms
 from pyro_dak.additive.gaussian import FunctionMoments
+
+from ..shared.image_baseline import ImageBaseline
+from ..shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from ..shared.training import Terms
 
 
 class NeuralNetwork(ImageBaseline):

@@ -6,8 +6,8 @@ has both as well is the fair opponent: what is left of a difference is the last 
 
 from torch import nn
 
-from models.images.nn import NeuralNetwork
-from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from ..shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from .nn import NeuralNetwork
 
 
 def build(

@@ -4,13 +4,13 @@ import gpytorch
 import torch
 from torch import Tensor, nn
 
-from models.shared.gpytorch import (
+from ..shared.gpytorch import (
     GPyTorchClassifier,
     SEProcesses,
     initial_inducing_points,
     sparse_strategy,
 )
-from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
+from ..shared.recipe import IMAGE_RECIPE, Recipe, seeded
 
 
 class ClassGPs(SEProcesses):

@@ -5,9 +5,10 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.gpytorch import Clamp, GPyTorchClassifier, SEProcesses, grid_strategy
-from models.shared.recipe import IMAGE_RECIPE, Recipe, seeded
 from pyro_dak.additive.scaling import build_scaling
+
+from ..shared.gpytorch import Clamp, GPyTorchClassifier, SEProcesses, grid_strategy
+from ..shared.recipe import IMAGE_RECIPE, Recipe, seeded
 
 
 class GridGPs(SEProcesses):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.shared.recipe import Recipe, count_parameters, seeded
-from models.shared.training import Callback, Terms, TrainingLoss, train
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.model.likelihoods import GaussianLikelihood
 from pyro_dak.model.modes import evaluating
@@ -18,6 +16,9 @@ from pyro_dak.training.data import ResidentData
 from pyro_dak.training.loop import frozen
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_finite, check_floating, check_last_dim
+
+from .recipe import Recipe, count_parameters, seeded
+from .training import Callback, Terms, TrainingLoss, train
 
 __all__ = ["Baseline", "NetworkBaseline", "TableBaseline", "check_rows", "only_one_output"]
 

@@ -10,12 +10,6 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 
 import pyro_dak
-from models import dak
-from models.shared.augmentation import AugmentedBatches
-from models.shared.baseline import Baseline, check_rows
-from models.shared.image_baseline import check_images
-from models.shared.recipe import Recipe, fit_options, seeded
-from models.shared.training import Callback, resume_options
 from pyro_dak import (
     DAK,
     CategoricalLikelihood,
@@ -36,6 +30,13 @@ from pyro_dak.training.loop import DAKLoss
 from pyro_dak.training.natural import build_learner
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_positive
+
+from .. import dak
+from .augmentation import AugmentedBatches
+from .baseline import Baseline, check_rows
+from .image_baseline import check_images
+from .recipe import Recipe, fit_options, seeded
+from .training import Callback, resume_options
 
 __all__ = [
     "DAKBaseline",

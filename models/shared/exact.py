@@ -7,11 +7,12 @@ import gpytorch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.baseline import TableBaseline, only_one_output
-from models.shared.gpytorch import gpytorch_likelihood
-from models.shared.recipe import Recipe
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.training.data import ResidentData
+
+from .baseline import TableBaseline, only_one_output
+from .gpytorch import gpytorch_likelihood
+from .recipe import Recipe
 
 __all__ = ["DeepExactGP", "ExactRegressor"]
 

@@ -7,11 +7,12 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor, nn
 
-from models.shared.baseline import TableBaseline
-from models.shared.image_baseline import ImageBaseline
-from models.shared.recipe import Recipe
-from models.shared.training import Terms
 from pyro_dak.additive.gaussian import FunctionMoments
+
+from .baseline import TableBaseline
+from .image_baseline import ImageBaseline
+from .recipe import Recipe
+from .training import Terms
 
 __all__ = [
     "Clamp",

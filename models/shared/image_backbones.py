@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from models.shared.backbones import Residual
 from pyro_dak.validation import check_choice
+
+from .backbones import Residual
 
 
 class Pixels(nn.Module):

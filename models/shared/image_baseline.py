@@ -5,16 +5,17 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from models.shared.augmentation import AugmentedData
-from models.shared.baseline import NetworkBaseline
-from models.shared.recipe import Recipe
-from models.shared.training import Terms, TrainingLoss
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction import ClassPrediction
 from pyro_dak.training.data import ResidentData
 from pyro_dak.validation import check_finite, check_floating
+
+from .augmentation import AugmentedData
+from .baseline import NetworkBaseline
+from .recipe import Recipe
+from .training import Terms, TrainingLoss
 
 __all__ = ["ImageBaseline", "check_images"]
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.shared.recipe import Recipe, fit_options, seeded
 from pyro_dak.training.checkpoint import Checkpoints
 from pyro_dak.training.data import ResidentData
 from pyro_dak.training.loop import Callback, DAKLoss, Learner, Run
 from pyro_dak.training.plan import History, Plan
+
+from .recipe import Recipe, fit_options, seeded
 
 __all__ = ["Callback", "Terms", "TrainingLoss", "resume_options", "train"]
 

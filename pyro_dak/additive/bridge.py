@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from pyro_dak.additive.factor import Delta, LevelConstants, as_tensor, level_coefficients
+from pyro_dak.annotations import Float, Int
 
 __all__ = [
     "FAR",

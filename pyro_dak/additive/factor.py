@@ -3,11 +3,11 @@
 from typing import NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel
+from pyro_dak.annotations import Float
 
 __all__ = [
     "Delta",

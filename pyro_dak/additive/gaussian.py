@@ -4,10 +4,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pyro_dak.additive.activation import KernelActivation, Route
+from pyro_dak.annotations import Bool, Float, Int
 from pyro_dak.fast import fused
 from pyro_dak.fast.transforms import needs_plain_operations
 from pyro_dak.validation import (

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from pyro_dak.annotations import Float
 from pyro_dak.validation import check_kind, check_positive, check_real
 
 __all__ = ["Kernel", "LaplaceKernel", "MaternKernel", "RBFKernel"]

@@ -8,9 +8,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from pyro_dak.annotations import Float, Int
 from pyro_dak.diagnostics.arguments import check_classes, check_pit, check_same, check_variances
 from pyro_dak.validation import (
     check_floating,

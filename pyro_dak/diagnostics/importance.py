@@ -9,8 +9,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+from pyro_dak.annotations import Float
 
 __all__ = ["SmoothedWeights", "fit_pareto", "pareto_smooth"]
 

@@ -7,9 +7,9 @@ docstring says otherwise.
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from pyro_dak.annotations import Float
 from pyro_dak.diagnostics.arguments import check_classes, check_same, check_variances
 from pyro_dak.diagnostics.calibration import Labels, Probs, Values, confidence_bins
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
+from pyro_dak.annotations import Float, Int
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap
 from pyro_dak.fast.transforms import needs_plain_operations
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from pyro_dak.annotations import Float
 from pyro_dak.fast.fused import Intervals, sinh_ratio, two_nodes
 
 __all__ = ["FixedMoments", "affine_units", "are_plain"]

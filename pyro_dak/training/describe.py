@@ -1,15 +1,20 @@
 """A model and its guide as plain data, and back: what is stored beside the weights.
 
-Only classes listed here are ever built from a description, with numbers, strings and lists as
-arguments: reading one runs no code of its author. What a description asks for is compared with the
-weights that are there before any memory is taken (`check_sizes`).
+Only classes listed here, and those that installed packages offer by name (`pyro_dak.registry`), are
+ever built from a description, with numbers, strings and lists as arguments: reading one runs no
+code of its author. What a description asks for is compared with the weights that are there before
+any memory is taken (`check_sizes`).
+
+Of a class of another package the arguments are read from attributes of the same names, as those of
+scikit-learn's estimators are, and sequences come back as tuples.
 """
 
+import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +22,7 @@ import pyro.infer.autoguide as autoguide
 import torch
 from torch import Tensor, nn
 
+from pyro_dak import registry
 from pyro_dak.additive import kernels
 from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.inference import guides
@@ -87,6 +93,16 @@ _LAYERS: dict[type[nn.Module], str] = {
     nn.Softplus: "beta threshold",
 }
 _LAYERS_BY_NAME = {cls.__name__: cls for cls in _LAYERS}
+# What other packages may offer: in which group of entry points, and as a subclass of what.
+_OFFERED: dict[str, tuple[str, type]] = {
+    "kernel": ("kernels", kernels.Kernel),
+    "likelihood": ("likelihoods", likelihoods.Likelihood),
+    "guide": ("guides", nn.Module),
+    "model": ("models", DAK),
+    "layer": ("models", nn.Module),
+}
+# Arguments that decide weights at the start only, which the stored ones replace.
+_INITIAL = ("init_loc_scale", "init_scale", "prior_scale")
 
 
 def describe(model: DAK, guide: nn.Module) -> Description:
@@ -118,13 +134,13 @@ def rebuild(
         model.novelty = _novelty(description, model)
         model.to(dtype).eval()
         guide = _build_guide(description["guide"], model) if guide_fn is None else guide_fn(model)
-        if feature_extractor is None:
+        if feature_extractor is None and _is_listed(description["model"]["feature_extractor"]):
             with _without_network(model):
                 example = torch.zeros(2, model.num_input_units or 1, dtype=dtype)
                 set_up_guide(guide, model, example)
         elif shape is not None:
             set_up_guide(guide, model, blank_rows(shape, 2, model.layer.log_unit_scale))
-        elif getattr(guide, "prototype_trace", 0) is None:
+        elif _is_lazy(guide):
             name = type(guide).__name__
             raise ValueError(f"{name} needs the shape of the inputs, which was not stored")
         model.input_shape = shape
@@ -164,9 +180,9 @@ def check_sizes(
 
     The model is built on the meta device, where tensors have shapes and take no memory, and given
     weights of the stored shapes. (The operations that guides start with take a second to import
-    there; their parameters are counted.) What has no weights may take `max_bytes` bytes in all: the
-    constants of the kernel, inputs for a network of one's own, and latent values for a guide of
-    one's own.
+    there; the parameters of our own are counted, and guides of other packages are built there too.)
+    What has no weights may take `max_bytes` bytes in all: the constants of the kernel, inputs for a
+    network of one's own, and latent values for a guide of one's own.
 
     Args:
         description: what `describe` returned, as a file has it.
@@ -175,7 +191,9 @@ def check_sizes(
         feature_extractor: as in `rebuild`.
         has_own_guide: whether the guide is given as a function, so that its size is not known.
     """
-    meta, arguments = torch.device("meta"), _model_arguments(description["model"])
+    meta = torch.device("meta")
+    with meta:
+        arguments = _model_arguments(description["model"])
     kernel, (low, high) = arguments["kernel"], arguments["bounds"]
     # Of the kernel, shapes depend on whether its lengthscale is learned or has a prior. This one
     # has no constants yet, and finds no grid too coarse.
@@ -183,12 +201,13 @@ def check_sizes(
     arguments["kernel"] = kernels.LaplaceKernel(lengthscale, learn=kernel.learn)
     with meta:
         network = _network(description["model"], feature_extractor)
-        model = DAK(with_own_tensors(network, meta), **arguments).to(meta)
+        cls = _class_of_model(description["model"])
+        model = cls(with_own_tensors(network, meta), **arguments).to(meta)
         model.novelty = _novelty(description, model)
     M, num_latent = model.num_inducing, sum(math.prod(s) for s in model.site_shapes.values())
     num_factors = 1 if kernel.is_fixed_number else model.num_units
     needed = M * (_NODE_BYTES if kernel.is_markov else 5 * 8 * M * num_factors)
-    if feature_extractor is not None:
+    if feature_extractor is not None or not _is_listed(description["model"]["feature_extractor"]):
         needed += 2 * num_bytes(_input_shape(description) or ())
     if has_own_guide:
         needed += 16 * num_latent
@@ -203,13 +222,35 @@ def check_sizes(
             f"`novelty` is {description.get('novelty')}, but the reference rows that are stored "
             f"have shape {None if rows is None else tuple(rows)}"
         )
-    stored = {n: torch.empty(s, device=meta) for n, s in shapes.items() if n.startswith("model.")}
-    nn.ModuleDict({"model": model}).load_state_dict(stored)
+    stored = {n: torch.empty(s, device=meta) for n, s in shapes.items()}
+    nn.ModuleDict({"model": model}).load_state_dict(_of(stored, "model."))
     if not has_own_guide:
-        least = _least_parameters(description["guide"], model, num_latent)
-        total = sum(math.prod(s) for name, s in shapes.items() if name.startswith("guide."))
-        if least > total:
-            raise ValueError(f"the guide has {least} parameters or more, but {total} are stored")
+        _check_guide_size(description["guide"], model, _of(stored, "guide."), num_latent)
+
+
+def _check_guide_size(
+    description: Description, model: DAK, stored: dict[str, Tensor], num_latent: int
+) -> None:
+    """Raise if the guide has other parameters than those stored; all is on the meta device."""
+    if description["name"] not in (None, *_GUIDES):
+        with torch.device("meta"):
+            guide = _build_guide(description, model)
+        if not _is_lazy(guide):
+            nn.ModuleDict({"guide": guide}).load_state_dict(stored)
+        return
+    least = _least_parameters(description, model, num_latent)
+    total = sum(tensor.numel() for tensor in stored.values())
+    if least > total:
+        raise ValueError(f"the guide has {least} parameters or more, but {total} are stored")
+
+
+def _of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _is_lazy(guide: nn.Module) -> bool:
+    """Whether a guide is an autoguide of Pyro before its first run, without parameters."""
+    return getattr(guide, "prototype_trace", 0) is None
 
 
 def _least_parameters(description: Description, model: DAK, num_latent: int) -> int:
@@ -255,12 +296,19 @@ def _describe_network(network: nn.Module) -> Description | None:
             return None
         return {"name": "Sequential", "children": children}
     if type(network) not in _LAYERS:
-        return None
+        return _describe_offered("layer", network, _LAYERS_BY_NAME)
     arguments = {name: getattr(network, name) for name in _LAYERS[type(network)].split()}
     if "bias" in arguments:
         arguments["bias"] = arguments["bias"] is not None
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
     return {"name": type(network).__name__} | plain
+
+
+def _is_listed(description: Description) -> bool:
+    """Whether a network has no parts of other packages."""
+    if description["name"] == "Sequential":
+        return all(_is_listed(child) for _, child in description["children"])
+    return description["name"] in _LAYERS_BY_NAME
 
 
 def _build_network(description: Description) -> nn.Module:
@@ -277,7 +325,9 @@ def _describe_model(model: DAK) -> Description:
     activation, scaling = model.layer.activation, model.scaling
     _named("scaling", scaling, {cls.__name__: cls for cls in SCALINGS.values()})
     route = {} if activation.route == "auto" else {"route": activation.route}
-    return {
+    offered = _offered_name("model", model, {"DAK": DAK})
+    own = {} if offered is None else {"name": offered} | _arguments(model, _names_of_arguments(DAK))
+    return own | {
         "feature_extractor": _describe_network(model.feature_extractor),
         "feature_dim": model.feature_dim,
         "num_units": model.num_units - model.num_input_units,
@@ -309,7 +359,7 @@ def _describe_kernel(kernel: kernels.Kernel) -> Description:
     So the description of a kernel with a number is what it was in earlier versions.
     """
     description = _named("kernel", kernel, _KERNELS)
-    description |= {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+    description |= _arguments(kernel, ("lengthscale",)) | {"lengthscale": kernel.lengthscale}
     if not kernel.learn:
         del description["learn"]
     if kernel.has_prior:
@@ -331,13 +381,20 @@ def _build_model(
             "the model has a function from the output of its network to features, which was not "
             "stored; pass it as `features`"
         )
-    model = DAK(network, **_model_arguments(description), features=features)
+    model = _class_of_model(description)(
+        network, **_model_arguments(description), features=features
+    )
     for name, value in description["scaling_options"].items():
         _look_up("option of the scaling", name, dict.fromkeys(_SCALING_OPTIONS))
         if name != "eps" or value != 0:
             check_positive(name, value)
         setattr(model.scaling, name, float(value))
     return model
+
+
+def _class_of_model(description: Description) -> type[DAK]:
+    cls: type[DAK] = _class_of("model", description.get("name", "DAK"), {"DAK": DAK})
+    return cls
 
 
 def _network(description: Description, feature_extractor: nn.Module | None) -> nn.Module:
@@ -358,7 +415,8 @@ def _model_arguments(description: Description) -> dict[str, Any]:
     arguments = dict(description)
     for name in ("feature_extractor", "scaling_options"):
         del arguments[name]
-    arguments.pop("has_features_fn", None)  # earlier versions had none
+    for name in ("has_features_fn", "name"):  # earlier versions had none
+        arguments.pop(name, None)
     arguments["bounds"] = tuple(arguments["bounds"])
     kernel = dict(arguments["kernel"])
     if isinstance(kernel.get("lengthscale"), dict):
@@ -380,7 +438,9 @@ def _describe_guide(guide: nn.Module) -> Description:
     name = type(guide).__name__
     is_partial = isinstance(guide, guides.GaussianGuide) and not guide.has_all_sites
     if _GUIDES.get(name) is not type(guide) or is_partial:
-        return {"name": None, "class": name}
+        model = _names_of_arguments(type(guide))[:1]
+        offered = None if is_partial else _describe_offered("guide", guide, _GUIDES, model)
+        return offered or {"name": None, "class": name}
     options = {key: getattr(guide, key, None) for key in _GUIDE_OPTIONS}
     return {"name": name} | {key: value for key, value in options.items() if value is not None}
 
@@ -399,11 +459,14 @@ def _guide_arguments(description: Description) -> tuple[Any, dict[str, Any]]:
             f"the guide is a class of its own ({options.get('class')}) and was stored as weights "
             "only; pass a function from the model to such a guide as `guide`"
         )
+    cls = _class_of("guide", name, _GUIDES)
+    if name not in _GUIDES:
+        return cls, _with_tuples(options)
     for option in options:
         _look_up("option of the guide", option, dict.fromkeys(_GUIDE_OPTIONS))
     if "rank" in options:
         check_integer("rank", options["rank"], minimum=1)
-    return _look_up("guide", name, _GUIDES), options
+    return cls, options
 
 
 def set_up_guide(guide: nn.Module, model: DAK, example: Inputs) -> None:
@@ -411,7 +474,7 @@ def set_up_guide(guide: nn.Module, model: DAK, example: Inputs) -> None:
 
     The targets must be given: an unobserved `y` would count as one more latent site.
     """
-    if getattr(guide, "prototype_trace", 0) is not None:
+    if not _is_lazy(guide):
         return
     y = model.likelihood.placeholder_targets(num_rows(example), model.num_outputs)
     with evaluating(model), local_parameters(guide), torch.enable_grad():
@@ -465,6 +528,8 @@ def _describe_likelihood(likelihood: likelihoods.Likelihood) -> Description:
         description["df"] = likelihood.df
     for name, prior in getattr(likelihood, "parameter_priors", {}).items():
         description[name] = _describe_prior(name, prior)
+    if type(likelihood) not in _LIKELIHOODS.values():
+        description |= _arguments(likelihood, description)
     return description
 
 
@@ -473,14 +538,98 @@ def _describe_prior(name: str, prior: Any) -> Description:
 
 
 def _named(kind: str, value: Any, known: Mapping[str, Any]) -> Description:
-    """The name of the class of a value, which must be known."""
+    """The name of the class of a value, which must be known or offered by another package."""
     name = type(value).__name__
-    if known.get(name) is not type(value):
+    if known.get(name) is type(value):
+        return {"name": name}
+    offered = _offered_name(kind, value, known)
+    if offered is None:
         raise ValueError(
             f"the {kind} ({name}) is an object of your own: it cannot be stored as data. Use one "
-            f"of {', '.join(sorted(known))}, or store the state_dict of the model instead."
+            f"of {', '.join(sorted(known))}, or store the state_dict of the model instead. A "
+            "package can offer its classes by name: see `pyro_dak.registry`."
         )
-    return {"name": name}
+    return {"name": offered}
+
+
+def _offered_name(kind: str, value: Any, known: Mapping[str, Any]) -> str | None:
+    """The name under which another package offers the class of a value, or None."""
+    if kind not in _OFFERED or type(value) in known.values():
+        return None
+    name = registry.name_of(_OFFERED[kind][0], type(value))
+    if name in known:
+        raise ValueError(
+            f"the {kind} {type(value).__name__} is offered by its package as {name!r}, which is a "
+            "class of pyro_dak. Offer it under another name."
+        )
+    return name
+
+
+def _describe_offered(
+    kind: str, value: Any, known: Mapping[str, Any], given: Iterable[str] = ()
+) -> Description | None:
+    """A part that may be stored as weights only, by the name that it is offered under, or None.
+
+    It is None too where its arguments are no data, so that training does not stop at a checkpoint.
+    """
+    try:
+        name = _offered_name(kind, value, known)
+        return None if name is None else {"name": name} | _arguments(value, given)
+    except ValueError:
+        return None
+
+
+def _class_of(kind: str, name: object, known: Mapping[str, Any]) -> Any:
+    """The class of a name that is known, or that an installed package offers."""
+    if kind not in _OFFERED or (isinstance(name, str) and name in known):
+        return _look_up(kind, name, known)
+    group, base = _OFFERED[kind]
+    names = registry.names(group)
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(
+            f"unknown {kind} {name!r:.80}; known are {', '.join(sorted({*known, *names}))}. Any "
+            "other must be offered by a package that is installed (see `pyro_dak.registry`)"
+        )
+    cls = registry.find(group, name)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise TypeError(f"{name!r} in `pyro_dak.{group}` is no class of a {kind}")
+    return cls
+
+
+def _names_of_arguments(cls: type) -> list[str]:
+    """The names of the arguments that make an object of a class, but for * and **."""
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in inspect.signature(cls).parameters.values() if p.kind not in many]
+
+
+def _arguments(value: Any, known: Iterable[str] = ()) -> Description:
+    """The arguments that made an object, but for those known, from attributes of the same names."""
+    cls, found = type(value).__name__, Description()
+    for name in _names_of_arguments(type(value)):
+        if name in known or name in _INITIAL:
+            continue
+        if not hasattr(value, name) or name == "name":
+            raise ValueError(
+                f"the argument `{name}` of {cls} cannot be stored: it must be an attribute of the "
+                "same name, and not be called `name`. Keep it as `self.<argument>`."
+            )
+        found[name] = getattr(value, name)
+        if not _is_plain(found[name]):
+            raise ValueError(
+                f"`{name}` of {cls} must be a number, a string, True, False, None, or a list of "
+                f"these to be stored as data; got {type(found[name]).__name__}."
+            )
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _with_tuples(arguments: Description) -> Description:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
 
 
 def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
@@ -491,4 +640,6 @@ def _look_up(kind: str, name: object, known: Mapping[str, Any]) -> Any:
 
 def _build(kind: str, description: Description, known: Mapping[str, Any]) -> Any:
     arguments = dict(description)
-    return _look_up(kind, arguments.pop("name"), known)(**arguments)
+    name = arguments.pop("name")
+    cls = _class_of(kind, name, known)
+    return cls(**(arguments if name in known else _with_tuples(arguments)))

@@ -40,7 +40,7 @@ from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
 from pyro_dak.training.data import Data, ResidentData, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.held_out import hold_out
-from pyro_dak.training.loop import Run, frozen, seeded
+from pyro_dak.training.loop import Run, frozen, one_process, seeded
 from pyro_dak.training.natural import NaturalLoss, build_learner
 from pyro_dak.training.optimizers import Schedule
 from pyro_dak.training.plan import History, Plan, TrainingError
@@ -177,7 +177,8 @@ def fit(
             if there is a `checkpoint_dir`: "raise" a KeyboardInterrupt that says how to go on, or
             "return" the history of the half-trained model, for notebooks. A second one raises at
             once. SIGTERM raises in any case.
-        accelerator: as in Lightning Fabric.
+        accelerator: as in Lightning Fabric, which is needed for what is not one process on one
+            device in the precision of the model (extra `distributed`).
         devices: as in Lightning Fabric; by default one, or what its launcher says.
         precision: as in Lightning Fabric.
         strategy: as in Lightning Fabric.
@@ -355,10 +356,20 @@ def _claimed(checkpoints: Checkpoints | None, fabric: Any) -> Iterator[None]:
 
 
 def _launch(**options: Any) -> Any:
-    """Fabric with its processes running; it finds those that `fabric run` or `torchrun` started."""
-    # Imported here: it takes longer than all the rest of the package together.
-    from lightning_fabric import Fabric
+    """Fabric with its processes running; it finds those that `fabric run` or `torchrun` started.
 
+    A run that needs nothing of it, by one process on one device, does without.
+    """
+    device = _only_device(**options)
+    if device is not None:
+        return one_process(device)
+    try:  # here, because it takes longer than all the rest of the package together
+        from lightning_fabric import Fabric
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "Several processes or devices, and other precisions and strategies, need Lightning "
+            "Fabric, which is not installed. Run `pip install 'pyro_dak[distributed]'`."
+        ) from error
     is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
     if options["devices"] is None:
         options["devices"] = "auto" if is_launched else 1
@@ -372,6 +383,28 @@ def _launch(**options: Any) -> Any:
     if not is_launched:
         fabric.launch()
     return fabric
+
+
+def _only_device(
+    accelerator: Any, devices: Any, precision: Any, strategy: Any
+) -> torch.device | None:
+    """The device of a run by one process on one device, as Fabric would choose it; else None."""
+    is_started = bool(os.environ.get("LT_CLI_USED")) or any(
+        os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS")
+    )
+    is_alone = devices is None or (isinstance(devices, int) and devices == 1)
+    is_plain = precision is None and isinstance(strategy, str) and strategy == "auto"
+    if is_started or not (is_alone and is_plain and isinstance(accelerator, str)):
+        return None
+    found = {
+        "mps": torch.backends.mps.is_available(),
+        "cuda": torch.cuda.is_available(),
+        "cpu": True,
+    }
+    for name in found if accelerator == "auto" else [accelerator]:
+        if found.get(name):
+            return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    return None
 
 
 def _newest(

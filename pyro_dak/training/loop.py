@@ -48,7 +48,7 @@ from pyro_dak.training.held_out import HeldOut
 from pyro_dak.training.optimizers import build_optimizers, load_optimizers, optimizer_state
 from pyro_dak.training.plan import History, Plan, TrainingError
 
-__all__ = ["Callback", "DAKLoss", "Learner", "Run", "ScoreFn", "frozen", "seeded"]
+__all__ = ["Callback", "DAKLoss", "Learner", "Run", "ScoreFn", "frozen", "one_process", "seeded"]
 
 # Called after each epoch with its number, from 1 on, and its row of the history.
 Callback = Callable[[int, dict[str, float]], None]
@@ -275,15 +275,17 @@ class DAKLoss(nn.Module, Learner):
         return take(x, rows), y[rows]
 
 
-def _one_process(device: torch.device) -> Any:
-    """What the loop asks of Lightning Fabric, for one process in the precision of its tensors."""
+def one_process(device: torch.device) -> Any:
+    """What training asks of Lightning Fabric, for one process in the precision of its tensors."""
     return SimpleNamespace(
         device=device,
+        strategy=SimpleNamespace(precision=None),
         world_size=1,
         global_rank=0,
         is_global_zero=True,
         setup=lambda *parts: parts,
         backward=lambda loss: loss.backward(),
+        broadcast=lambda value: value,
         all_reduce=lambda value, reduce_op: value,
         all_gather=lambda value: value,
         barrier=lambda: None,
@@ -355,8 +357,8 @@ class Run:
         groups = plan.groups(*learner.parameter_groups())
         self.parameters = [p for group in groups for p in group["params"]]
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self.fabric = _one_process(device) if fabric is None else fabric
-        precision = None if fabric is None else fabric.strategy.precision
+        self.fabric = one_process(device) if fabric is None else fabric
+        precision = self.fabric.strategy.precision
         self.scaler = getattr(precision, "scaler", None)
         is_half = "16" in getattr(precision, "precision", "")
         self.raw_optimizers = build_optimizers(

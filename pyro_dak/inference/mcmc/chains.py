@@ -7,8 +7,9 @@ al., 2021). Draws are `(chains, draws, *event)`; results have the shape of the e
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+from pyro_dak.annotations import Float
 
 __all__ = ["effective_sample_size", "split_r_hat"]
 

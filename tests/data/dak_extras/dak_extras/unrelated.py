@@ -1,0 +1,1 @@
+"""What nothing of pyro_dak may import."""
