@@ -49,6 +49,7 @@ from pyro_dak.prediction import (
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 from pyro_dak.training.head import DAKHead
+from pyro_dak.training.parquet import ParquetRows
 
 if TYPE_CHECKING:
     from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
@@ -84,6 +85,7 @@ __all__ = [
     "NaturalGuide",
     "NaturalVI",
     "NormalPrior",
+    "ParquetRows",
     "PoissonLikelihood",
     "RBFKernel",
     "StudentTLikelihood",

@@ -37,7 +37,7 @@ from pyro_dak.prediction.novelty import (
     novelty_of_features,
 )
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
-from pyro_dak.training.data import Data, ResidentData, training_data
+from pyro_dak.training.data import Data, LoaderData, ResidentData, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.held_out import hold_out
 from pyro_dak.training.loop import Run, frozen, seeded
@@ -124,7 +124,7 @@ def fit(
         data: a pair of tensors (x, y), kept on the device, or an iterable of batches (x, y). An x
             is a tensor, or a tuple or dictionary of tensors, which the network gets as its
             arguments (see `pyro_dak.model.rows`). A dictionary of tensors with `target` is a pair
-            too.
+            too. `ParquetRows` are read from files, in constant memory.
         objective: an ELBO, or a name (see `build_objective`).
         epochs: passes over the data.
         batch_size: rows per step, over all processes; ignored for an iterable.
@@ -141,7 +141,8 @@ def fit(
         decay_last_layer: whether weight decay acts on guide, scales and noise too.
         clip_norm: bound of the norm of the gradient of the loss per datum, or None.
         validation: a pair (x, y), a loader of batches like those of `data`, which is read for each
-            score, or the share of the training rows to hold out.
+            score, or the share of the training rows to hold out, of `ParquetRows` at most about
+            100,000 rows.
         patience: number of epochs without a better validation score after which training stops and
             goes back to the best weights.
         fixed_features: whether to train embedding and last layer on features that are computed
@@ -248,7 +249,7 @@ def fit(
         loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
-                check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
+                check_start(loss, *rows, batches.num_rows, not isinstance(batches, LoaderData))
         score_fn = None if held_out is None else partial(loss.score, held_out)
         model.calibration = model.novelty = None  # they belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
