@@ -46,6 +46,7 @@ from pyro_dak.prediction import (
     predict,
     sample_functions,
 )
+from pyro_dak.training.card import write_card
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 from pyro_dak.training.head import DAKHead
@@ -106,6 +107,7 @@ __all__ = [
     "sample_functions",
     "save",
     "to_arviz",
+    "write_card",
 ]
 
 # The estimators, and the modules that they are in.

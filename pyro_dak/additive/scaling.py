@@ -204,7 +204,7 @@ class Standardize(Scaling):
         return mean, var
 
     def pooled(self, count: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Of parts with n_k rows, means m_k and variances v_k: mean m, and mean v_k + (m_k - m)^2."""
+        """The mean m, and the mean of v_k + (m_k - m)^2, from means m_k and variances v_k."""
         sum_fn = _Sum.apply if self.spans_processes() else torch.clone
         total = sum_fn(count.sum(0))
         mean = sum_fn((count * first).sum(0)) / total

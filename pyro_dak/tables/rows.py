@@ -1,7 +1,7 @@
 """Rows to train on: which of them are held out, and the settings that follow from their number."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

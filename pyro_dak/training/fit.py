@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,15 @@ from pyro_dak.training.natural import NaturalLoss, build_learner
 from pyro_dak.training.optimizers import Schedule
 from pyro_dak.training.plan import History, Plan, TrainingError
 from pyro_dak.training.start import check_start
-from pyro_dak.validation import check_choice, check_integer, check_kind, check_path, check_seed
+from pyro_dak.training.tracking import Tracking
+from pyro_dak.validation import (
+    check_choice,
+    check_integer,
+    check_kind,
+    check_path,
+    check_positive,
+    check_seed,
+)
 
 __all__ = ["History", "TrainingError", "build_objective", "fit"]
 
@@ -101,6 +110,7 @@ def fit(
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 1,
+    checkpoint_steps: int | None = None,
     keep_last: int = 2,
     resume_from: str | Path | None = None,
     on_interrupt: str = "raise",
@@ -108,6 +118,8 @@ def fit(
     devices: int | str | None = None,
     precision: Any = None,
     strategy: str = "auto",
+    timeout: float = 300.0,
+    loggers: Any = (),
     progress: bool = True,
 ) -> History:
     """Train model and guide together by maximising a lower bound of the evidence.
@@ -170,6 +182,8 @@ def fit(
         seed: seed of batches and draws.
         checkpoint_dir: directory for checkpoints; none are written without it.
         checkpoint_every: number of epochs between checkpoints.
+        checkpoint_steps: number of steps between further checkpoints inside long epochs; by default
+            there are none.
         keep_last: number of checkpoints to keep.
         resume_from: a directory of checkpoints, or one checkpoint, to go on from, with the same
             data and settings. Of several checkpoints the newest undamaged one is taken. If it is
@@ -182,11 +196,16 @@ def fit(
         devices: as in Lightning Fabric; by default one, or what its launcher says.
         precision: as in Lightning Fabric.
         strategy: as in Lightning Fabric.
+        timeout: seconds that a process waits for the others at most, if `torchrun` or `fit` itself
+            started them with the strategy "ddp"; then it raises, and the run can be resumed.
+        loggers: loggers of Lightning Fabric, or one of them. The first process gives them the
+            settings at the start, and the row of the history with all learning rates after each
+            epoch. One that fails is left out with a warning, and the run goes on.
         progress: whether to show a bar.
 
     Raises:
         TrainingError: if the loss becomes NaN or infinite, or if inputs or targets have a scale
-            with which training makes no sense.
+            with which training makes no sense, or if another process is gone.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, with a `history`, so that a script does not go
             on with a half-trained model.
         BlockingIOError: if another run writes its checkpoints to `checkpoint_dir`.
@@ -218,10 +237,14 @@ def fit(
         patience=patience,
         fixed_features=fixed_features,
     )
-    checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, keep_last, resume_from)
+    checkpoints = _checkpoints(
+        checkpoint_dir, checkpoint_every, checkpoint_steps, keep_last, resume_from
+    )
     newest = _newest(checkpoint_dir, resume_from, model, guide)
+    check_positive("timeout", timeout)
+    tracking = Tracking(loggers)
     fabric = _launch(
-        accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
+        timeout, accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
     )
     plan = replace(plan, seed=fabric.broadcast(_seed(seed, newest)))
     elbo = build_objective(objective, model, guide)
@@ -232,6 +255,7 @@ def fit(
         local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),
         with_missing(model.likelihood, missing),
+        tracking.failing(fabric),
     ):
         model.to(fabric.device)
         guide.to(fabric.device)
@@ -255,16 +279,20 @@ def fit(
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)
+        tracking.start(run)
         is_synchronized = model.scaling.is_synchronized
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
-            history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
-            if final_pass is None:
-                final_pass = isinstance(model.likelihood, GaussianLikelihood)
-            if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
-                loss.renew(batches, fabric, plan.seed)
-            if evaluate and history.status != "interrupted":
-                history.final = loss.evaluate(batches, fabric, plan.seed)
+            with run.naming_lost_processes(timeout):
+                watchers = [*callbacks, tracking.epoch]
+                history = run.run(watchers, progress, keep_bar=True, on_interrupt=on_interrupt)
+                if final_pass is None:
+                    final_pass = isinstance(model.likelihood, GaussianLikelihood)
+                if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
+                    loss.renew(batches, fabric, plan.seed)
+                if evaluate and history.status != "interrupted":
+                    history.final = loss.evaluate(batches, fabric, plan.seed)
+            tracking.finish(history)
         finally:
             model.scaling.is_synchronized = is_synchronized
             model.eval()
@@ -322,9 +350,15 @@ def _learn_novelty(
 
 
 def _checkpoints(
-    directory: str | Path | None, every: int, keep_last: int, resume_from: str | Path | None
+    directory: str | Path | None,
+    every: int,
+    steps: int | None,
+    keep_last: int,
+    resume_from: str | Path | None,
 ) -> Checkpoints | None:
     check_integer("checkpoint_every", every, minimum=1)
+    if steps is not None:
+        check_integer("checkpoint_steps", steps, minimum=1)
     check_integer("keep_last", keep_last, minimum=1)
     if resume_from is not None:
         check_path("resume_from", resume_from)
@@ -336,7 +370,7 @@ def _checkpoints(
             f"`checkpoint_dir` ({directory}) holds checkpoints of an earlier run. Pass it as "
             "`resume_from` too to go on with that run, or name another directory."
         )
-    return Checkpoints(Path(directory), every, keep_last)
+    return Checkpoints(Path(directory), every, keep_last, steps)
 
 
 @contextmanager
@@ -355,10 +389,11 @@ def _claimed(checkpoints: Checkpoints | None, fabric: Any) -> Iterator[None]:
         yield
 
 
-def _launch(**options: Any) -> Any:
+def _launch(timeout: float, **options: Any) -> Any:
     """Fabric with its processes running; it finds those that `fabric run` or `torchrun` started."""
     # Imported here: it takes longer than all the rest of the package together.
     from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
 
     is_launched = bool(os.environ.get("LT_CLI_USED"))  # by `fabric run`, which also says how
     if options["devices"] is None:
@@ -369,6 +404,8 @@ def _launch(**options: Any) -> Any:
             options |= {"devices": devices, "num_nodes": world_size // devices}
             if options["strategy"] == "auto":
                 options["strategy"] = "ddp"
+    if options["strategy"] == "ddp" and not is_launched:  # else its launcher made the strategy
+        options["strategy"] = DDPStrategy(timeout=timedelta(seconds=timeout))
     fabric = Fabric(**options)
     if not is_launched:
         fabric.launch()

@@ -8,8 +8,9 @@ a block fit into the buffer. There they are shuffled before they become batches.
 through a group, either side reads its own rows of it.
 
 So every row comes once in an epoch, and every part has T batches, of sizes that differ by one row
-at most. Of W processes, process r reads the parts r, r + W, ...: with the same V the batches are the
-same for any W. To go on in the middle of an epoch, only the block of the next batch is read again.
+at most. Of W processes, process r reads the parts r, r + W, ...: with the same V the batches are
+the same for any W. To go on in the middle of an epoch, only the block of the next batch is read
+again.
 
 **Held-out rows** are chosen by a hash of the number of the row, counted over the sorted files, and
 of a seed. So each row is held out with the same probability, wherever it stands.
@@ -36,7 +37,7 @@ from pyro_dak.validation import (
     check_probability,
 )
 
-__all__ = ["ParquetRows", "RowGroup", "Scales", "mixed_bits"]
+__all__ = ["ParquetRows", "RowGroup", "RowSample", "Scales", "mixed_bits", "row_groups"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -74,11 +75,12 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group: where it is read from, its rows, and the number of the first of them."""
+    """A row group of a file: what reads it, its rows, and the number of the first of them."""
 
     fragment: Any
     num_rows: int
     first: int
+    path: str
     name: str
 
 
@@ -95,6 +97,24 @@ class _Choice:
         key = mixed_bits(np.array([self.seed], dtype=np.uint64))
         uniform = mixed_bits(numbers.astype(np.uint64) ^ key) / 2.0**64
         return (self.low <= uniform) & (uniform < self.high)
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Which rows are looked at beforehand: about 50,000 from all over, or all of fewer."""
+
+    choice: _Choice
+
+    @classmethod
+    def of(cls, groups: Sequence[RowGroup], width: int) -> "RowSample":
+        """The sample of these groups, of rows with so many numbers."""
+        total = sum(group.num_rows for group in groups)
+        limit = min(_SAMPLE_ROWS, _SAMPLE_NUMBERS // width)
+        return RowSample(_Choice(_SAMPLE_SEED, 0.0, limit / total if total > limit else 2.0))
+
+    def of_group(self, group: RowGroup) -> Array:
+        """Which rows of a group are in the sample."""
+        return self.choice.of(np.arange(group.first, group.first + group.num_rows))
 
 
 class ParquetRows:
@@ -144,11 +164,12 @@ class ParquetRows:
             if value is not None:
                 check_integer(name, value, minimum=1)
         self.shards, self.progress = shards, progress
-        self.groups, schema = _groups(path)
+        self.groups, self._schema = row_groups(path)
         self.targets = [target] if isinstance(target, str) else [*target]
+        schema = self._schema
         rest = [name for name in schema.names if name not in self.targets]
         self.columns = rest if columns is None else [*columns]
-        self._check_columns(schema)
+        self._check_columns()
         is_whole = all(_is_integer(schema.field(name).type) for name in self.targets)
         self.has_labels = is_whole if labels is None else bool(labels)
         if self.has_labels and len(self.targets) > 1:
@@ -177,22 +198,22 @@ class ParquetRows:
         """The bytes of a row in the buffer, in single precision."""
         return 4 * self.width + (8 if self.has_labels else 4 * len(self.targets))
 
-    def _check_columns(self, schema: Any) -> None:
+    def _check_columns(self) -> None:
         """Raise unless the columns are there, once each, and can be read as numbers."""
         for name in [*self.targets, *self.columns]:
             check_kind("columns", name, str, "names of columns")
-            check_choice("columns" if name in self.columns else "target", name, schema.names)
+            check_choice("columns" if name in self.columns else "target", name, self._schema.names)
         repeated = {name for name in self.columns if self.columns.count(name) > 1}
         if repeated or {*self.columns} & {*self.targets} or not self.columns or not self.targets:
             raise ValueError(
                 "`target` and `columns` must be different columns, at least one each; got "
                 f"{self.targets} and {self.columns}."
             )
-        self._check_types(schema)
+        self._check_types()
 
-    def _check_types(self, schema: Any) -> None:
+    def _check_types(self) -> None:
         for name in [*self.targets, *self.columns]:
-            kind = schema.field(name).type
+            kind = self._schema.field(name).type
             if not _is_number(kind):
                 raise TypeError(
                     f"column `{name}` must hold numbers; it holds {kind}. Leave it out by "
@@ -229,7 +250,9 @@ class ParquetRows:
         rest, held_out = (self._with(choice) for choice in parts)
         for part in (rest, held_out):
             if part.num_rows == 0:
-                raise ValueError(f"`share`={share} of {self.num_rows} rows leaves none on one side.")
+                raise ValueError(
+                    f"`share`={share} of {self.num_rows} rows leaves none on one side."
+                )
         return rest, held_out
 
     def held_out_share(self, share: float) -> float:
@@ -279,9 +302,14 @@ class ParquetRows:
         tensors = self._scaled(x[keep], y[keep], dtype)
         return tensors[0][order], tensors[1][order]
 
+    def table(self, group: RowGroup) -> Any:
+        """The columns of a group as an Arrow table, with the types of the first file."""
+        names = [*self.columns, *self.targets]
+        return group.fragment.to_table(schema=self._schema, columns=names)
+
     def values(self, group: RowGroup) -> tuple[Array, Array]:
         """All rows of a group as they are in the file: x `(n, D)` in float64, and y `(n, C)`."""
-        table = group.fragment.to_table(columns=[*self.columns, *self.targets])
+        table = self.table(group)
         own = [_numbers(table.column(name), name, group) for name in self.columns]
         return np.stack(own, -1), self._targets(table, group)
 
@@ -319,9 +347,7 @@ class ParquetRows:
     @cached_property
     def _scan(self) -> tuple[Scales, Array, Array, Array]:
         """Scales, and a sample of rows: their numbers and what stands there, from one pass."""
-        total = sum(group.num_rows for group in self.groups)
-        limit = min(_SAMPLE_ROWS, _SAMPLE_NUMBERS // self.width)
-        choice = _Choice(_SAMPLE_SEED, 0.0, limit / total if total > limit else 2.0)
+        sample = RowSample.of(self.groups, self.width)
         moments = _Moments(), _Moments()
         numbers, xs, ys = list[Array](), list[Array](), list[Array]()
         for index in self._passing("statistics"):
@@ -329,7 +355,7 @@ class ParquetRows:
             parts = self.values(group)
             for own, values in zip(moments, parts, strict=True):
                 own.add(values)
-            chosen = choice.of(np.arange(group.first, group.first + group.num_rows))
+            chosen = sample.of_group(group)
             numbers.append(group.first + np.flatnonzero(chosen))
             xs.append(parts[0][chosen])
             ys.append(parts[1][chosen])
@@ -429,7 +455,7 @@ class _Moments:
         return self.mean, np.where(scale > 0, scale, 1.0)
 
 
-def _groups(path: Any) -> tuple[list[RowGroup], Any]:
+def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
     """The row groups of all files in the order of their names, and the columns of the first."""
     try:
         import pyarrow
@@ -453,7 +479,7 @@ def _groups(path: Any) -> tuple[list[RowGroup], Any]:
     sizes = [part.row_groups[0].num_rows for _, part in split]
     firsts = accumulate(sizes, initial=0)
     groups = [
-        RowGroup(part, size, first, f"{name}, row group {part.row_groups[0].id}")
+        RowGroup(part, size, first, name, f"{name}, row group {part.row_groups[0].id}")
         for (name, part), size, first in zip(split, sizes, firsts, strict=False)
         if size > 0
     ]
