@@ -102,7 +102,7 @@ class ExactPosterior(NamedTuple):
         """
         check_model(model)
         check_guide(model, self.guide)
-        options = (residual_variance, chunk_size)
+        options = (residual_variance, chunk_size, False)
         loc, root = self.guide.loc.double(), self.guide.scale_tril.double()
         loc, root, _ = _condition(model, x, y, loc, root, *options, sign=-1)
         log_prob = _condition(model, x, y, loc, root, *options)[2]
@@ -146,9 +146,8 @@ def exact_posterior(
     C, K = model.layer.num_functions, model.layer.num_weights
     empty = torch.empty(C, K, dtype=torch.float64, device=like.device)
     loc0, scale0 = flat_priors(priors, model.site_shapes, empty)
-    prior = (loc0, scale0.unsqueeze(-2))
     options = (residual_variance, chunk_size, over_processes)
-    loc, root, log_evidence = _condition(model, x, y, *prior, *options)
+    loc, root, log_evidence = _condition(model, x, y, loc0, scale0.unsqueeze(-2), *options)
     return ExactPosterior(_as_guide(model, loc, root), log_evidence)
 
 
@@ -160,7 +159,7 @@ def _condition(
     root: Tensor,
     residual_variance: bool,
     chunk_size: int,
-    over_processes: bool = False,
+    over_processes: bool,
     sign: int = 1,
 ) -> tuple[Tensor, Tensor, float]:
     """Condition w ~ N(loc, R R^T) on rows: the new loc `(C, K)` and R `(C, K, K)`, and log p(y).

@@ -107,9 +107,8 @@ def train(
     Raises:
         TrainingError: if the loss or the gradient becomes NaN or infinite.
     """
-    data = rows
     if isinstance(rows, Rows):
-        data = ResidentData(rows.x, rows.y, plan.batch_size, weights=rows.weights)
+        rows = ResidentData(rows.x, rows.y, plan.batch_size, weights=rows.weights)
 
     def with_mean() -> tuple[Tensor, dict[str, float]]:
         assert score_fn is not None
@@ -119,7 +118,7 @@ def train(
     # A generator of its own, because other threads may draw from the global one.
     stack.generator = torch.Generator(stack.device).manual_seed(plan.seed)
     try:
-        run = Run(stack, data, plan, None if score_fn is None else with_mean)
+        run = Run(stack, rows, plan, None if score_fn is None else with_mean)
         return run.run(progress=progress, description=description)
     finally:
         stack.generator = None
@@ -258,7 +257,7 @@ class Ensemble(Stack):
         lost = var * self.model.layer.activation.residual_variance(h)
         return lost.sum(-2).unsqueeze(-1)
 
-    def loss(  # type: ignore[override]
+    def loss(
         self, x: Tensor, y: Tensor, weights: Tensor | float, num_data: Tensor | float
     ) -> Tensor:
         """The sum over members of minus the ELBO per datum, a scalar.

@@ -278,9 +278,9 @@ class ParquetData:
         ]
         scale = float(T * self.world_size)
         for pairs in zip(*parts, strict=True):
-            x, y = (torch.cat(own) for own in zip(*pairs, strict=True))
-            x, y = check_data(self.model, x, y, "batch")
-            yield x.to(self.device), y.to(self.device), scale
+            xs, ys = zip(*pairs, strict=True)
+            x, y = check_data(self.model, torch.cat(xs), torch.cat(ys), "batch")
+            yield to_device(x, self.device), y.to(self.device), scale
 
     def inputs(self, seed: int) -> Iterator[Inputs]:
         """Inputs from all over the files, in a random order that is always the same."""

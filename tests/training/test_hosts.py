@@ -135,7 +135,7 @@ def test_a_host_that_dies_stops_the_other_in_time_and_the_run_goes_on(
     dying = ("--kill-at-step", 9, "--only-rank", dead, "--before-kill", cut)
     processes = hosts.train(out, *arguments, *dying)
     survivor, start = processes[1 - dead], time.monotonic()
-    stdout, stderr = survivor.communicate(timeout=600)
+    _, stderr = survivor.communicate(timeout=600)
     print(f"{time.monotonic() - start:.0f} s from the start to the end of the survivor")
     assert survivor.returncode == 1, stderr
     message = f"Another process is gone, or has not answered for {TIMEOUT:g} s, in epoch 2 after"
