@@ -284,7 +284,7 @@ def fit(
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
             with run.naming_lost_processes(timeout):
-                watchers = [*callbacks, tracking.epoch]
+                watchers = [tracking.epoch, *callbacks]
                 history = run.run(watchers, progress, keep_bar=True, on_interrupt=on_interrupt)
                 if final_pass is None:
                     final_pass = isinstance(model.likelihood, GaussianLikelihood)

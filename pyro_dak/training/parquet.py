@@ -41,9 +41,8 @@ __all__ = ["ParquetRows", "RowGroup", "RowSample", "Scales", "mixed_bits", "row_
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# A uniform number of each row: at most so many rows, and numbers, are kept to look at.
-_SAMPLE_ROWS, _SAMPLE_NUMBERS = 50_000, 2**24
-_SAMPLE_SEED = 0x5A4D504C45
+# So many rows, or rows with so many numbers, are kept to look at; a hash by this seed chooses them.
+_SAMPLE_ROWS, _SAMPLE_NUMBERS, _SAMPLE_SEED = 50_000, 2**24, 2**61 - 1
 # More held-out rows than this hardly change a score, and they are kept in memory.
 _MAX_HELD_OUT = 100_000
 _CHUNK = 8192
@@ -138,9 +137,9 @@ class ParquetRows:
         shards: V, the number of parts that an epoch is read in, a multiple of the number of
             processes; by default that number. The same V gives the same batches for any number of
             processes.
-        buffer_bytes: the memory for rows that are shuffled together; by default 256 MiB, or that of
-            two row groups if they are larger. The more groups it holds, the less a batch shows in
-            which order the rows were written.
+        buffer_bytes: the memory of a process for rows that are shuffled together, which `shards`
+            divide; by default 256 MiB, or that of two row groups for each if they are larger. The
+            more groups it holds, the less a batch shows in which order the rows were written.
         progress: whether to show a bar for a pass that takes more than two seconds.
 
     Attributes:
@@ -179,12 +178,13 @@ class ParquetRows:
         self._parent: ParquetRows | None = None
 
     def _buffer(self, num_bytes: int | None) -> int:
-        """The size of the buffer, or an error if it does not hold two row groups."""
+        """The size of the buffer, or an error if it does not hold two row groups of each shard."""
         least = sum(sorted(group.num_rows for group in self.groups)[-2:]) * self.row_bytes
+        least *= self.shards or 1
         if num_bytes is not None and num_bytes < least:
             raise ValueError(
-                f"`buffer_bytes` must hold the two largest row groups, {least} bytes; got "
-                f"{num_bytes}. Raise it, or write the files with smaller row groups."
+                f"`buffer_bytes` must hold the two largest row groups, for each of `shards`, "
+                f"{least} bytes; got {num_bytes}. Raise it, or write smaller row groups."
             )
         return max(_BUFFER, least) if num_bytes is None else num_bytes
 
@@ -316,7 +316,13 @@ class ParquetRows:
     def _targets(self, table: Any, group: RowGroup) -> Array:
         is_missing = not self.has_labels  # numbers may be; `fit(missing="nan")` knows them
         own = [_numbers(table.column(n), n, group, is_missing) for n in self.targets]
-        return np.stack(own, -1)
+        y = np.stack(own, -1)
+        if self.has_labels and (y != np.round(y)).any():
+            raise ValueError(
+                f"column `{self.targets[0]}` must hold whole numbers, the labels of classes; it "
+                f"has others in {group.name}. Leave `labels=True` out."
+            )
+        return y
 
     def tensors(self, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The rows of a group that count, standardised, x `(n, D)` and y."""
@@ -385,7 +391,8 @@ class ParquetRows:
         N, T = self.num_rows, num_batches
         low, high = N * number // num_parts, N * (number + 1) // num_parts
         edges = [low + (high - low) * t // T for t in range(T + 1)]
-        K = min(T, math.ceil((high - low) * self.row_bytes / self.buffer_bytes))
+        num_bytes = self.buffer_bytes // (self.shards or 1)
+        K = min(T, math.ceil((high - low) * self.row_bytes / num_bytes))
         for block in range(K):
             first, last = T * block // K, T * (block + 1) // K
             shuffled = torch.randperm(edges[last] - edges[first], generator=generator)

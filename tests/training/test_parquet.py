@@ -61,7 +61,8 @@ def epoch(rows, batch_size, rank=0, world_size=1, seed=0, start=0):
 def test_every_row_comes_once_in_as_many_batches_for_each_process(
     folder, shards, world_size, buffer_rows
 ):
-    rows = ParquetRows(folder, "y", shards=shards, buffer_bytes=16 * buffer_rows)
+    num_bytes = 16 * buffer_rows * (shards or 1)
+    rows = ParquetRows(folder, "y", shards=shards, buffer_bytes=num_bytes)
     epochs = [epoch(rows, 23, rank, world_size) for rank in range(world_size)]
     seen = torch.cat([numbers(rows, x) for own in epochs for x, _, _ in own])
     assert seen.sort().values.tolist() == list(range(302))
@@ -96,7 +97,7 @@ def test_targets_stay_with_their_inputs(folder):
 def test_an_epoch_goes_on_where_it_was_left_and_reads_no_more_than_it_must(
     folder, start, monkeypatch
 ):
-    rows = ParquetRows(folder, "y", shards=2, buffer_bytes=16 * 90)
+    rows = ParquetRows(folder, "y", shards=2, buffer_bytes=2 * 16 * 90)
     whole = epoch(rows, 23)
     read, values = [], ParquetRows.values
     monkeypatch.setattr(ParquetRows, "values", lambda *a: read.append(a[1]) or values(*a))
@@ -315,6 +316,9 @@ def bad_rows(folder, tmp_path):
             r"column `a` has 1 missing values in .*a.parquet, row group 0, the first in row 0",
         ),
         "buffer": (lambda: ParquetRows(folder, "y", buffer_bytes=99), ValueError, "two largest"),
+        "no labels": (
+            lambda: ParquetRows(folder, "y", labels=True).scales, ValueError, "whole numbers",
+        ),
         "no path": (lambda: ParquetRows(3, "y"), TypeError, "path"),
         "shards": (
             lambda: ParquetData(ParquetRows(folder, "y", shards=3), make_model()[0], 50, CPU, 0, 2),
