@@ -64,7 +64,7 @@ def test_scales_are_those_of_the_estimator_in_memory(folder):
         np.testing.assert_allclose(own, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_estimator_learns_from_files_and_is_saved_and_calibrated(folder, tmp_path, size):
     estimator = DAKRegressor(size, epochs=30, batch_size=64, random_state=0, progress=False)
     fit_files(estimator, TableRows(folder, "price"))

@@ -266,7 +266,7 @@ def test_classes_are_labels_and_predictions_come_from_files_and_frames(tmp_path)
     rows = ParquetRows(tmp_path / "rows", "y")
     assert rows.scales.y_scale == [1.0]
     model, guide = make_model(likelihood=CategoricalLikelihood(), num_outputs=2)
-    history = train(model, guide, rows, epochs=30, validation=0.2)
+    history = train(model, guide, rows, epochs=15, validation=0.2)
     assert history.rows[-1]["val_accuracy"] > 0.8
     from_files = predict(model, guide, rows).probs
     assert_close(predict(model, guide, rows.inputs(columns)).probs, from_files)
