@@ -8,7 +8,7 @@ from typing import Any
 
 from pyro_dak.training.checkpoint import read_directory
 from pyro_dak.training.files import check_place, write_whole
-from pyro_dak.validation import check_kind, check_path
+from pyro_dak.validation import check_kind, check_path, check_real
 
 __all__ = ["write_card"]
 
@@ -57,6 +57,14 @@ def write_card(
     check_path("path", path)
     for name, value in (("title", title), ("text", text)):
         check_kind(name, value, str, "a text")
+    if license is not None:
+        check_kind("license", license, str, "a text")
+    check_kind("datasets", datasets, list | tuple, "a list of names")
+    check_kind("metrics", metrics, Mapping | None, "a dictionary of scores by name")
+    for dataset in datasets:
+        check_kind("datasets", dataset, str, "names")
+    for value in (metrics or {}).values():
+        check_real("metrics", value)
     directory = Path(path)
     target = directory / _NAME
     config = read_directory(directory).config

@@ -405,7 +405,7 @@ def _launch(timeout: float, **options: Any) -> Any:
             if options["strategy"] == "auto":
                 options["strategy"] = "ddp"
     if options["strategy"] == "ddp" and not is_launched:  # else its launcher made the strategy
-        options["strategy"] = DDPStrategy(timeout=timedelta(seconds=timeout))
+        options["strategy"] = DDPStrategy(timeout=timedelta(seconds=min(timeout, 1e8)))
     fabric = Fabric(**options)
     if not is_launched:
         fabric.launch()

@@ -31,8 +31,12 @@ from tqdm.auto import tqdm
 
 from pyro_dak.validation import (
     check_choice,
+    check_finite,
+    check_floating,
+    check_has_values,
     check_integer,
     check_kind,
+    check_last_dim,
     check_path,
     check_probability,
 )
@@ -162,6 +166,11 @@ class ParquetRows:
         for name, value in (("buffer_bytes", buffer_bytes), ("shards", shards)):
             if value is not None:
                 check_integer(name, value, minimum=1)
+        for name, names in (("target", target), ("columns", columns)):
+            if not isinstance(names, str if name == "target" else type(None)):
+                check_kind(name, names, list | tuple, "a list of names of columns")
+        if labels is not None:
+            check_kind("labels", labels, bool, "True, False or None")
         self.shards, self.progress = shards, progress
         self.groups, self._schema = row_groups(path)
         self.targets = [target] if isinstance(target, str) else [*target]
@@ -170,7 +179,7 @@ class ParquetRows:
         self.columns = rest if columns is None else [*columns]
         self._check_columns()
         is_whole = all(_is_integer(schema.field(name).type) for name in self.targets)
-        self.has_labels = is_whole if labels is None else bool(labels)
+        self.has_labels = is_whole if labels is None else labels
         if self.has_labels and len(self.targets) > 1:
             raise ValueError(f"`target` must be one column of labels; got {self.targets}.")
         self.buffer_bytes = self._buffer(buffer_bytes)
@@ -245,7 +254,7 @@ class ParquetRows:
         Both have the scales of all rows.
         """
         check_probability("share", share)
-        check_integer("seed", seed, minimum=0)
+        check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
         parts = [_Choice(seed, share, 1.0), _Choice(seed, 0.0, share)]
         rest, held_out = (self._with(choice) for choice in parts)
         for part in (rest, held_out):
@@ -273,13 +282,29 @@ class ParquetRows:
 
     def inputs(self, table: Any) -> Tensor:
         """x of a data frame, a dictionary or an Arrow table with these columns, standardised."""
-        columns = [np.asarray(table[name], dtype=np.float64) for name in self.columns]
-        scales = self.scales
-        x = (np.stack(columns, -1) - scales.x_mean) / scales.x_scale
-        return torch.from_numpy(x).to(torch.get_default_dtype())
+        if isinstance(table, type):
+            raise TypeError(f"`table` must be a data frame or the like; got {table!r}.")
+        try:
+            columns = [np.asarray(table[name], dtype=np.float64) for name in self.columns]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`table` must be a data frame, a dictionary or an Arrow table with the columns "
+                f"{self.columns} of numbers; got a {type(table).__name__}: {error}"
+            ) from error
+        shapes = {column.shape for column in columns}
+        if len(shapes) > 1 or any(column.ndim != 1 for column in columns):
+            raise ValueError(f"`table` must have columns of one length; got {sorted(shapes)}.")
+        values = (np.stack(columns, -1) - self.scales.x_mean) / self.scales.x_scale
+        x = torch.from_numpy(values).to(torch.get_default_dtype())
+        check_finite("table", x)
+        return x
 
     def original(self, y: Tensor) -> Tensor:
         """Targets, or means of them, in the units of the files."""
+        check_floating("y", y)
+        check_has_values("y", y)
+        check_finite("y", y)
+        check_last_dim("y", y, len(self.targets), "one for each target", "Give y of a model.")
         mean, scale = (torch.as_tensor(part).to(y) for part in self.scales[2:])
         return y * scale + mean
 
@@ -476,6 +501,8 @@ def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
     for one in paths if isinstance(paths, list) else [paths]:
         check_path("path", one)
     source = [str(one) for one in paths] if isinstance(paths, list) else str(paths)
+    if not source or not all(source):
+        raise ValueError(f"`path` must name a folder or files; got {path!r}.")
     try:
         found = dataset.dataset(source, format="parquet", partitioning="hive")
         fragments = sorted(found.get_fragments(), key=lambda fragment: fragment.path)
