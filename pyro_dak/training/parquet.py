@@ -89,15 +89,20 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Rows whose uniform number, by this seed, lies from `low` up to `high`."""
+    """Rows whose uniform number, by this seed, lies from `low` up to `high`.
+
+    A part of a part has another `depth`, so that the same seed gives other numbers.
+    """
 
     seed: int
     low: float
     high: float
+    depth: int = 0
 
     def of(self, numbers: Array) -> Array:
         """Which of the rows with these numbers are chosen."""
-        key = mixed_bits(np.array([self.seed], dtype=np.uint64))
+        seed, depth = np.array([[self.seed], [self.depth]], dtype=np.uint64)
+        key = mixed_bits(mixed_bits(seed) ^ depth)
         uniform = mixed_bits(numbers.astype(np.uint64) ^ key) / 2.0**64
         return (self.low <= uniform) & (uniform < self.high)
 
@@ -255,7 +260,8 @@ class ParquetRows:
         """
         check_probability("share", share)
         check_integer("seed", seed, minimum=0, maximum=2**63 - 1)
-        parts = [_Choice(seed, share, 1.0), _Choice(seed, 0.0, share)]
+        depth = len(self._choices)
+        parts = [_Choice(seed, share, 1.0, depth), _Choice(seed, 0.0, share, depth)]
         rest, held_out = (self._with(choice) for choice in parts)
         for part in (rest, held_out):
             if part.num_rows == 0:

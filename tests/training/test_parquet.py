@@ -169,8 +169,9 @@ def test_a_share_is_held_out_by_the_number_of_the_row(folder):
     assert {*numbers(rows, rest.sample(torch.float64)[0]).tolist()} == kept
     seen = torch.cat([numbers(rows, x) for x, _, _ in epoch(rest, 23)])
     assert sorted(seen.tolist()) == sorted(kept)
-    smaller = rest.split(0.5, seed=4)[1]  # a part of a part
+    smaller = rest.split(0.2, seed=3)[1]  # a part of a part, by the same seed
     assert {*numbers(rows, smaller.read_all(torch.float64)[0]).tolist()} < kept
+    assert abs(smaller.num_rows - 0.2 * len(kept)) < 4 * math.sqrt(len(kept) * 0.2 * 0.8)
 
 
 def test_held_out_rows_are_independent_of_seed_and_place():
