@@ -270,6 +270,8 @@ def _is_ours(path: Path) -> bool:
 def _has_our_files(path: Path) -> bool:
     """Whether a directory holds files with our names, damaged or not, and no others."""
     names = {part.name for part in path.iterdir()} if path.is_dir() else set()
+    if _CARD in names and not (path / _CARD).is_file():
+        return False  # somebody else's
     return bool(names - {_CARD}) and names <= {_CONFIG, _MODEL, _TRAINER, _SUMS, _CARD}
 
 

@@ -86,3 +86,7 @@ def test_classes_have_their_task_and_folders_without_a_model_get_no_card(tmp_pat
     (only_a_card / "README.md").write_text("mine")
     with pytest.raises(FileExistsError, match="not a saved model"):
         save(model, guide, only_a_card, overwrite=True)
+    card.unlink()
+    card.mkdir()
+    with pytest.raises(FileExistsError, match="not a saved model"):
+        save(model, guide, card.parent, overwrite=True)
