@@ -63,8 +63,8 @@ def write_card(
     check_kind("metrics", metrics, Mapping | None, "a dictionary of scores by name")
     for dataset in datasets:
         check_kind("datasets", dataset, str, "names")
-    for value in (metrics or {}).values():
-        check_real("metrics", value)
+    for score in (metrics or {}).values():
+        check_real("metrics", score)
     directory = Path(path)
     target = directory / _NAME
     config = read_directory(directory).config

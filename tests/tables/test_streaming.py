@@ -66,7 +66,7 @@ def test_scales_are_those_of_the_estimator_in_memory(folder):
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_estimator_learns_from_files_and_is_saved_and_calibrated(folder, tmp_path, size):
-    estimator = DAKRegressor(size, epochs=30, batch_size=64, random_state=0, progress=False)
+    estimator = DAKRegressor(size, epochs=15, batch_size=64, random_state=0, progress=False)
     fit_files(estimator, TableRows(folder, "price"))
     new = houses(2000, seed=1)
     prediction = estimator.predict_dist(new.drop(columns="price"))
@@ -87,7 +87,8 @@ def test_labels_of_classes_come_back(tmp_path, labels):
     frame["price"] = np.array(labels)[(frame["price"] > frame["price"].median()).astype(int)]
     rows = TableRows(write(tmp_path / "rows", frame), "price")
     assert rows.aim.task == "classification"
-    estimator = fit_files(DAKClassifier(2, epochs=20, random_state=0, progress=False), rows)
+    options = {"epochs": 8, "batch_size": 32, "random_state": 0, "progress": False}
+    estimator = fit_files(DAKClassifier(2, **options), rows)
     found = estimator.predict(frame.drop(columns="price"))
     assert (
         np.mean(found == (frame["price"].map(str) if labels[0] is False else frame["price"])) > 0.8
