@@ -46,9 +46,11 @@ from pyro_dak.prediction import (
     predict,
     sample_functions,
 )
+from pyro_dak.training.card import write_card
 from pyro_dak.training.checkpoint import CheckpointError, load, save
 from pyro_dak.training.fit import TrainingError, fit
 from pyro_dak.training.head import DAKHead
+from pyro_dak.training.parquet import ParquetRows
 
 if TYPE_CHECKING:
     from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
@@ -84,6 +86,7 @@ __all__ = [
     "NaturalGuide",
     "NaturalVI",
     "NormalPrior",
+    "ParquetRows",
     "PoissonLikelihood",
     "RBFKernel",
     "StudentTLikelihood",
@@ -104,6 +107,7 @@ __all__ = [
     "sample_functions",
     "save",
     "to_arviz",
+    "write_card",
 ]
 
 # The estimators, and the modules that they are in.

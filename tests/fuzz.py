@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow
 import torch
+from pyarrow import parquet
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -78,6 +80,7 @@ METHODS = {
     "KernelActivation": "forward",
     "MixturePrediction": "",  # as those of Prediction
     "Novelty": "",
+    "ParquetRows": "inputs original split",
     "Summary": "",
     "*ELBO": "differentiable_loss loss loss_and_grads terms",
     "*Guide": "downdate forward set_parameters update",
@@ -909,8 +912,15 @@ def _(name: str) -> Any:
 def _(name: str) -> Any:
     arguments = case()
     data = (arguments.pop("x"), arguments.pop("y"))
-    files = {"checkpoint_dir": "run", "checkpoint_every": 1, "keep_last": 2}
-    settings = {"epochs": 2, "seed": 3, "accelerator": "cpu", "progress": False}
+    files = {"checkpoint_dir": "run", "checkpoint_every": 1, "checkpoint_steps": 1, "keep_last": 2}
+    settings = {
+        "timeout": 9.0,
+        "loggers": (),
+        "epochs": 2,
+        "seed": 3,
+        "accelerator": "cpu",
+        "progress": False,
+    }
     pyro_dak.fit(**copy.deepcopy(arguments), data=data, **(files | settings))
     return pyro_dak.fit, {**arguments, "data": data, **files, "resume_from": "run", **settings}
 
@@ -927,6 +937,46 @@ def _(name: str) -> Any:
     network = arguments["model"].feature_extractor
     options = {"feature_extractor": network, "guide": MeanFieldGuide, "device": "cpu"}
     return pyro_dak.load, {"path": path, **options}
+
+
+def _is_card(path: Any, arguments: Arguments) -> bool:
+    return path.read_text().startswith("---\nlibrary_name: pyro_dak\n")
+
+
+@target("write_card", is_right=_is_card, cost=2)
+def _(name: str) -> Any:
+    path = pyro_dak.save(**without(case(), "x", "y"), path="model")
+    more = {"license": "mit", "datasets": ["a"], "metrics": {"nlpd": 1.5}, "overwrite": True}
+    return pyro_dak.write_card, {"path": path, "title": "A", "text": "b", **more}
+
+
+def some_rows() -> Any:
+    """Rows of a Parquet file in the working directory."""
+    table = pyarrow.table({name: torch.randn(20).numpy() for name in "aby"})
+    parquet.write_table(table, "rows.parquet", row_group_size=7)
+    return pyro_dak.ParquetRows("rows.parquet", "y", progress=False)
+
+
+@target("ParquetRows", cost=2)
+def _(name: str) -> Any:
+    some_rows()
+    more = {"columns": ["a"], "labels": False, "shards": 2, "buffer_bytes": 10_000}
+    return pyro_dak.ParquetRows, {"path": "rows.parquet", "target": ["y", "b"], **more}
+
+
+@target("ParquetRows.split", cost=2)
+def _(name: str) -> Any:
+    return some_rows().split, {"share": 0.4, "seed": 3}
+
+
+@target("ParquetRows.inputs", is_right=lambda x, _: x.shape[1:] == (2,), cost=2)
+def _(name: str) -> Any:
+    return some_rows().inputs, {"table": {"a": torch.randn(4).numpy(), "b": torch.randn(4).numpy()}}
+
+
+@target("ParquetRows.original", is_right=lambda y, own: y.shape == own["y"].shape, cost=2)
+def _(name: str) -> Any:
+    return some_rows().original, {"y": torch.randn(4, 1)}
 
 
 @target("History.column")

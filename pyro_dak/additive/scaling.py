@@ -12,7 +12,7 @@ Statistics that are frozen serve in training steps too: then a batch in parts is
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed
@@ -24,12 +24,16 @@ __all__ = [
     "SCALINGS",
     "MinMax",
     "NoScaling",
+    "PartStatistics",
     "Scaling",
     "Standardize",
     "build_scaling",
     "num_processes",
     "update_running",
 ]
+
+# How many rows a part has, and the two statistics of these, `(P,)` each.
+PartStatistics: TypeAlias = tuple[int, Tensor, Tensor]
 
 
 class Scaling(nn.Module):
@@ -89,15 +93,34 @@ class Scaling(nn.Module):
         return self.apply_map(rows, first, second), first, second
 
     @torch.no_grad()
-    def take_statistics(self, rows: Tensor) -> None:
-        """Let the running statistics be those of these rows, `(N, P)`."""
-        first, second = self.batch_statistics(rows.to(self.first.dtype))
+    def take_statistics(self, parts: Sequence[PartStatistics]) -> None:
+        """Let the running statistics be those of all rows, over all processes if they share them.
+
+        The rows come in parts, and of each its `part_statistics`.
+        """
+        counts, firsts, seconds = zip(*parts, strict=True)
+        count = torch.tensor(counts, dtype=torch.float64, device=self.first.device).unsqueeze(-1)
+        first, second = self.pooled(count, *(torch.stack(p).double() for p in (firsts, seconds)))
         self.first.copy_(first)
         self.second.copy_(second)
         self.num_batches.clamp_(min=1)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The two statistics of a batch `(N, P)`, each `(P,)`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def part_statistics(self, rows: Tensor) -> PartStatistics:
+        """How many rows `(N, P)` these are, and their statistics, in this process alone."""
+        rows = rows.to(self.first.dtype)
+        return (len(rows), *self.own_statistics(rows))
+
+    def own_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The two statistics of rows `(N, P)` of this process, `(P,)` each."""
+        raise NotImplementedError
+
+    def pooled(self, count: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The statistics of all rows from those of K parts, `(K, 1)` and `(K, P)`."""
         raise NotImplementedError
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,13 +192,23 @@ class Standardize(Scaling):
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, over all processes if there are several."""
         if not self.spans_processes():
-            var, mean = torch.var_mean(rows, 0, correction=0)
-            return mean, var
+            return self.own_statistics(rows)
         count = rows.new_full((1,), len(rows))
         totals = _Sum.apply(torch.cat([rows.sum(0), count]))
         mean = totals[:-1] / totals[-1]
         squares = _Sum.apply((rows - mean).square().sum(0))
         return mean, squares / totals[-1]
+
+    def own_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(rows, 0, correction=0)
+        return mean, var
+
+    def pooled(self, count: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean m, and the mean of v_k + (m_k - m)^2, from means m_k and variances v_k."""
+        sum_fn = _Sum.apply if self.spans_processes() else torch.clone
+        total = sum_fn(count.sum(0))
+        mean = sum_fn((count * first).sum(0)) / total
+        return mean, sum_fn((count * (second + (first - mean).square())).sum(0)) / total
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.bounds
@@ -202,12 +235,20 @@ class MinMax(Scaling):
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Minimum and maximum; over all processes, and without gradient, if there are several."""
-        low, high = rows.amin(0), rows.amax(0)  # `aminmax` has no gradient in torch 2.6
-        if self.spans_processes():
-            extremes = torch.cat([-low, high]).detach()
-            torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
-            return -extremes[: self.num_units], extremes[self.num_units :]
-        return low, high
+        low, high = self.own_statistics(rows)
+        return self._over_processes(low, high) if self.spans_processes() else (low, high)
+
+    def own_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.amin(0), rows.amax(0)  # `aminmax` has no gradient in torch 2.6
+
+    def pooled(self, count: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = first.amin(0), second.amax(0)
+        return self._over_processes(low, high) if self.spans_processes() else (low, high)
+
+    def _over_processes(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        extremes = torch.cat([-low, high]).detach()
+        torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
+        return -extremes[: self.num_units], extremes[self.num_units :]
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         gain = (self.bounds[1] - self.bounds[0]) / (second - first).clamp(min=self.eps)

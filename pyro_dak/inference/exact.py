@@ -4,9 +4,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import tril_of_inverse
+from pyro_dak.additive.scaling import num_processes
 from pyro_dak.inference.densities import checked_data, noise_scale
 from pyro_dak.inference.guides.base import check_guide
 from pyro_dak.inference.guides.joint import FullRankGuide, flat_priors
@@ -48,6 +50,7 @@ class ExactPosterior(NamedTuple):
         forget: float = 1.0,
         residual_variance: bool = False,
         chunk_size: int = 4096,
+        over_processes: bool = False,
     ) -> "ExactPosterior":
         """The posterior of the rows so far and of these, without the rows so far.
 
@@ -60,6 +63,7 @@ class ExactPosterior(NamedTuple):
             forget: how much of what the posterior knows is kept, the rest goes back to the prior.
             residual_variance: as in `exact_posterior`.
             chunk_size: number of rows at a time.
+            over_processes: as in `exact_posterior`.
         """
         check_model(model)
         check_guide(model, self.guide)
@@ -75,7 +79,8 @@ class ExactPosterior(NamedTuple):
             kept.diagonal(dim1=-2, dim2=-1).add_((1 - forget) / scale0.square())
             root, _ = tril_of_inverse(kept)
             loc = (root @ (root.mT @ natural.unsqueeze(-1))).squeeze(-1)
-        loc, root, log_prob = _condition(model, x, y, loc, root, residual_variance, chunk_size)
+        options = (residual_variance, chunk_size, over_processes)
+        loc, root, log_prob = _condition(model, x, y, loc, root, *options)
         return ExactPosterior(_as_guide(model, loc, root), self.log_evidence + log_prob)
 
     @torch.no_grad()
@@ -97,7 +102,7 @@ class ExactPosterior(NamedTuple):
         """
         check_model(model)
         check_guide(model, self.guide)
-        options = (residual_variance, chunk_size)
+        options = (residual_variance, chunk_size, False)
         loc, root = self.guide.loc.double(), self.guide.scale_tril.double()
         loc, root, _ = _condition(model, x, y, loc, root, *options, sign=-1)
         log_prob = _condition(model, x, y, loc, root, *options)[2]
@@ -106,7 +111,13 @@ class ExactPosterior(NamedTuple):
 
 @torch.no_grad()
 def exact_posterior(
-    model: DAK, x: Inputs, y: Tensor, *, residual_variance: bool = False, chunk_size: int = 4096
+    model: DAK,
+    x: Inputs,
+    y: Tensor,
+    *,
+    residual_variance: bool = False,
+    chunk_size: int = 4096,
+    over_processes: bool = False,
 ) -> ExactPosterior:
     """Posterior of (z, mu, linear) at the features as they are, exactly, in float64.
 
@@ -127,13 +138,16 @@ def exact_posterior(
             additive GP itself (rows that share no interval between nodes lose independent parts);
             without it, it is the posterior of the model as written.
         chunk_size: number of rows at a time; A is summed over them.
+        over_processes: whether x and y are the rows of this process alone, and those of all
+            processes of `torch.distributed` count. Each of them calls this with rows of its own,
+            and gets the posterior of all.
     """
     priors, like = checked_normal_priors(model), model.layer.log_unit_scale
     C, K = model.layer.num_functions, model.layer.num_weights
     empty = torch.empty(C, K, dtype=torch.float64, device=like.device)
     loc0, scale0 = flat_priors(priors, model.site_shapes, empty)
-    prior = (loc0, scale0.unsqueeze(-2))
-    loc, root, log_evidence = _condition(model, x, y, *prior, residual_variance, chunk_size)
+    options = (residual_variance, chunk_size, over_processes)
+    loc, root, log_evidence = _condition(model, x, y, loc0, scale0.unsqueeze(-2), *options)
     return ExactPosterior(_as_guide(model, loc, root), log_evidence)
 
 
@@ -145,6 +159,7 @@ def _condition(
     root: Tensor,
     residual_variance: bool,
     chunk_size: int,
+    over_processes: bool,
     sign: int = 1,
 ) -> tuple[Tensor, Tensor, float]:
     """Condition w ~ N(loc, R R^T) on rows: the new loc `(C, K)` and R `(C, K, K)`, and log p(y).
@@ -155,12 +170,17 @@ def _condition(
     """
     checked_normal_priors(model)
     check_integer("chunk_size", chunk_size, minimum=1)
+    if over_processes and num_processes() == 1:
+        raise ValueError(
+            "`over_processes` needs several processes of torch.distributed, which were started by "
+            "torchrun and joined by `torch.distributed.init_process_group`; there is one."
+        )
     noise = noise_scale(model.likelihood)
     assert noise is not None
     x, y = checked_data(model, x, y)
     C, K = loc.shape
     is_diagonal = root.shape[-2] != K
-    A = torch.eye(K, dtype=loc.dtype, device=loc.device).repeat(C, 1, 1)
+    A = loc.new_zeros(C, K, K)
     moment, fit = loc.new_zeros(C, K, 1), loc.new_zeros(C)
     with explaining(model, x), evaluating(model), known_sites(model):
         size = int(chunk_size)
@@ -176,6 +196,10 @@ def _condition(
             A.add_(B.mT @ B, alpha=sign)
             moment.add_(B.mT @ r, alpha=sign)
             fit += (2 * math.pi * var).log().sum(0) + r.square().sum((-2, -1))
+    if over_processes:
+        for total in (A, moment, fit):
+            torch.distributed.all_reduce(total)
+    A.diagonal(dim1=-2, dim2=-1).add_(1.0)
     tril, is_definite = tril_of_inverse(A)
     if not bool(is_definite.all()):
         raise ValueError(

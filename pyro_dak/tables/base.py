@@ -43,6 +43,7 @@ from pyro_dak.tables.rows import (
 from pyro_dak.tables.saving import read_estimator, write_estimator
 from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns
 from pyro_dak.training.checkpoint import MAX_BYTES
+from pyro_dak.training.data import Data
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_choice, check_integer, check_positive, check_probability
@@ -422,7 +423,8 @@ class TableEstimator(Parameters, BaseEstimator):
             )
             return
         self.ensemble_ = start or self._build(num_parts, seed)
-        self._stop_and_calibrate(rows, held_out, overlap, plan, refit)
+        part = Rows(*(tensor[held_out] for tensor in rows))  # (E, n, ...)
+        self._stop_and_calibrate(part, without(rows, held_out), overlap, plan, refit)
         reference = reference_of(
             self.ensemble_, rows.x, held_out, self._entropies, overlap if E > 1 else 0, E
         )
@@ -485,22 +487,22 @@ class TableEstimator(Parameters, BaseEstimator):
         return held_out.expand(num_parts, -1), len(held_out)
 
     def _stop_and_calibrate(
-        self, rows: Rows, held_out: Tensor, overlap: int, plan: Plan, is_refit: bool
+        self, held_out: Rows, rest: Rows | Data, overlap: int, plan: Plan, is_refit: bool
     ) -> None:
-        """Train without the held-out rows for as long as these say, and calibrate on them.
+        """Train on the rest for as long as the held-out rows say, and calibrate on them.
 
         A row counts as much as its weight says, here as in training.
         """
-        ensemble, part = self.ensemble_, Rows(*(tensor[held_out] for tensor in rows))  # (E, n, ...)
-        relative = part.weights / part.weights.mean()
+        ensemble = self.ensemble_
+        relative = held_out.weights / held_out.weights.mean()
 
         @torch.no_grad()
         def score_fn() -> Tensor:
-            return (self._scores(part, ensemble) * relative).reshape(1, -1)
+            return (self._scores(held_out, ensemble) * relative).reshape(1, -1)
 
-        self.history_ = train(ensemble, without(rows, held_out), plan, score_fn, self.progress)
+        self.history_ = train(ensemble, rest, plan, score_fn, self.progress)
         with torch.no_grad():
-            self._calibrate(part, ensemble, overlap, is_refit)
+            self._calibrate(held_out, ensemble, overlap, is_refit)
 
     def _moments(
         self, X: Any, novelty: bool = False

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ from pyro_dak.tables.files import (
     STANDARD,
     TableError,
     check_writable,
+    is_parquet,
     read_table,
     shown_name,
     write_table,
@@ -52,6 +53,7 @@ from pyro_dak.tables.schema import (
     targets,
     typed,
 )
+from pyro_dak.tables.streaming import LARGE_TABLE, TableRows, fit_files, is_large
 from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
 from pyro_dak.training.files import write_whole
 from pyro_dak.validation import import_optional
@@ -146,7 +148,9 @@ def _has_bars(quiet: bool) -> bool:
 @app.command()
 @_failing_clearly
 def fit(
-    table: Annotated[Path, typer.Argument(help="A CSV or Parquet file with training rows, or -.")],
+    table: Annotated[
+        Path, typer.Argument(help="A CSV or Parquet file with training rows, a folder, or -.")
+    ],
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
     task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
@@ -166,6 +170,9 @@ def fit(
     The task is found from the target unless it is given. `--drop` and `--categorical` may be given
     several times. A table called - is read from standard input. `--additive` fits a sum of
     functions of single columns, and of at most so many pairs of them, instead of networks.
+
+    A folder of Parquet files is one table. From ten million numbers on, Parquet files are not read
+    into memory at once, but part by part in each epoch.
     """
     if out == STANDARD:
         raise typer.BadParameter("a model is a directory, so it has a name.", param_hint="--out")
@@ -174,6 +181,37 @@ def fit(
     if pairs and not additive:
         raise typer.BadParameter("is for --additive only.", param_hint="--pairs")
     check_replaceable(out, force, "--force")
+    options = {"epochs": epochs, "random_state": seed, "progress": _has_bars(quiet)}
+    if is_parquet(table) and is_large(table):
+        if additive:
+            raise TableError(
+                f"{table}: has more than {LARGE_TABLE:,} numbers, which --additive would need in "
+                "memory; fit a part of its rows, or leave --additive out."
+            )
+        estimator, aim, num_rows = _fit_files(
+            table, target, task, drop or (), categorical or (), ensemble_size, options, quiet
+        )
+    else:
+        X, y, aim = _training_rows(table, delimiter, target, task, drop, categorical)
+        estimator, num_rows = _estimator(aim.task, additive, pairs, ensemble_size, options), len(X)
+        if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
+            _say(f"Learning `{target}` from {num_rows} rows ...")
+        estimator.fit(X, y)
+    extra = {"table": aim.to_json(), "num_rows": num_rows, "version": _version()}
+    (write_additive if additive else write_estimator)(estimator, out, force, extra)
+    if not quiet:
+        _print_pairs(_facts(estimator, aim, extra) | {"saved to": out}, Console(stderr=True))
+
+
+def _training_rows(
+    table: Path,
+    delimiter: str | None,
+    target: str,
+    task: str | None,
+    drop: list[str] | None,
+    categorical: list[str] | None,
+) -> tuple[pd.DataFrame, Array, Target]:
+    """Inputs and targets of a table that is read into memory, and what the target is."""
     frame = read_table(table, delimiter)
     with _naming(table):
         if len(frame) < _LEAST_ROWS:
@@ -189,20 +227,42 @@ def fit(
         del frame  # its texts take more memory than all that follows
         if aim.task == "classification" and len(np.unique(y)) < 2:
             raise TableError(f"target `{target}` has one class only; there is nothing to learn.")
-    has_classes = aim.task == "classification"
-    estimator: Any
+    return X, y, aim
+
+
+def _estimator(
+    task: str, additive: bool, pairs: int, ensemble_size: int, options: dict[str, Any]
+) -> Any:
+    """The estimator for a task, not yet fitted."""
+    has_classes = task == "classification"
     if additive:
-        estimator = (DAKAdditiveClassifier if has_classes else DAKAdditiveRegressor)(pairs=pairs)
-    else:
-        kind = DAKClassifier if has_classes else DAKRegressor
-        estimator = kind(ensemble_size, epochs=epochs, random_state=seed, progress=_has_bars(quiet))
-    if not quiet:  # in a terminal, a bar of the training follows and vanishes at its end
-        _say(f"Learning `{target}` from {len(X)} rows ...")
-    estimator.fit(X, y)
-    extra = {"table": aim.to_json(), "num_rows": len(X), "version": _version()}
-    (write_additive if additive else write_estimator)(estimator, out, force, extra)
+        return (DAKAdditiveClassifier if has_classes else DAKAdditiveRegressor)(pairs=pairs)
+    return (DAKClassifier if has_classes else DAKRegressor)(ensemble_size, **options)
+
+
+def _fit_files(
+    table: Path,
+    target: str,
+    task: str | None,
+    drop: Collection[str],
+    categorical: Collection[str],
+    ensemble_size: int,
+    options: dict[str, Any],
+    quiet: bool,
+) -> tuple[Any, Target, int]:
+    """An estimator fitted to Parquet files that are not read into memory, and its target."""
+    with _naming(table):
+        rows = TableRows(table, target, task, [*drop], categorical, options["progress"])
+    estimator = _estimator(rows.aim.task, False, 0, ensemble_size, options)
     if not quiet:
-        _print_pairs(_facts(estimator, aim, extra) | {"saved to": out}, Console(stderr=True))
+        num_files = len({group.path for group in rows.groups})
+        _say(
+            f"Learning `{target}` from {rows.num_rows:,} rows, which are more than "
+            f"{LARGE_TABLE:,} numbers: in each epoch they are read from {num_files} files, "
+            f"{rows.buffer_bytes / 2**20:.0f} MiB at a time ..."
+        )
+    with _naming(table):
+        return fit_files(estimator, rows), rows.aim, rows.num_rows
 
 
 @app.command()

@@ -21,7 +21,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.tables.rows import Rows
 from pyro_dak.training.checkpoint import load_module_tensors, module_tensors
-from pyro_dak.training.data import ResidentData
+from pyro_dak.training.data import Data, ResidentData
 from pyro_dak.training.describe import describe, rebuild
 from pyro_dak.training.loop import Learner, Run
 from pyro_dak.training.plan import History, Plan
@@ -90,7 +90,7 @@ def ensemble_plan(epochs: int, batch_size: int, **options: Any) -> Plan:
 
 def train(
     stack: Stack,
-    rows: Rows,
+    rows: Rows | Data,
     plan: Plan,
     score_fn: Callable[[], Tensor] | None = None,
     progress: bool = False,
@@ -98,16 +98,17 @@ def train(
 ) -> History:
     """Minimise the loss of every member; the members are changed in place.
 
-    `score_fn` scores every member on held-out rows, `(E, n)`, where smaller is better. In the end
-    every member goes back to its best scoring. The run ends early if in `plan.patience` scorings in
-    a row all members were worse than their best by two standard errors of the difference. Scores
-    in one row, `(1, n)`, let all members stop together. With `progress`, a bar shows what takes
-    more than two seconds.
+    The rows are in memory, or come in batches with their weights. `score_fn` scores every member on
+    held-out rows, `(E, n)`, where smaller is better. In the end every member goes back to its best
+    scoring. The run ends early if in `plan.patience` scorings in a row all members were worse than
+    their best by two standard errors of the difference. Scores in one row, `(1, n)`, let all
+    members stop together. With `progress`, a bar shows what takes more than two seconds.
 
     Raises:
         TrainingError: if the loss or the gradient becomes NaN or infinite.
     """
-    data = ResidentData(rows.x, rows.y, plan.batch_size, weights=rows.weights)
+    if isinstance(rows, Rows):
+        rows = ResidentData(rows.x, rows.y, plan.batch_size, weights=rows.weights)
 
     def with_mean() -> tuple[Tensor, dict[str, float]]:
         assert score_fn is not None
@@ -117,7 +118,7 @@ def train(
     # A generator of its own, because other threads may draw from the global one.
     stack.generator = torch.Generator(stack.device).manual_seed(plan.seed)
     try:
-        run = Run(stack, data, plan, None if score_fn is None else with_mean)
+        run = Run(stack, rows, plan, None if score_fn is None else with_mean)
         return run.run(progress=progress, description=description)
     finally:
         stack.generator = None
@@ -256,13 +257,16 @@ class Ensemble(Stack):
         lost = var * self.model.layer.activation.residual_variance(h)
         return lost.sum(-2).unsqueeze(-1)
 
-    def loss(self, x: Tensor, y: Tensor, weights: Tensor, num_data: Tensor) -> Tensor:
+    def loss(
+        self, x: Tensor, y: Tensor, weights: Tensor | float, num_data: Tensor | float
+    ) -> Tensor:
         """The sum over members of minus the ELBO per datum, a scalar.
 
         That of member e is -(sum_n weights[e, n] E log p(y_n | f_n) - KL_e) / num_data[e], where a
         weight says how often a row counts in the whole data set; 0 leaves it out. Inputs are
-        `(N, D)`, targets `(N, C)` or labels `(N,)`, weights `(E, N)`, or `(N,)` for all members
-        alike, and `num_data` is the total weight of each member's rows, `(E,)`, or of all, `()`.
+        `(N, D)`, targets `(N, C)` or labels `(N,)`, weights `(E, N)`, `(N,)` for all members alike,
+        or one for all rows, and `num_data` is the total weight of each member's rows, `(E,)`, or of
+        all, `()`.
         """
         rows = self.expected_log_prob(y, self.moments(x, training=True))
         per_member = (rows * weights).sum(-1) - self.kl()

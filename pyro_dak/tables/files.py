@@ -7,12 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from pyro_dak.training.files import check_place, write_whole
+from pyro_dak.training.parquet import row_groups
 
-__all__ = ["STANDARD", "TableError", "check_writable", "read_table", "shown_name", "write_table"]
+__all__ = [
+    "STANDARD",
+    "TableError",
+    "as_pandas",
+    "check_writable",
+    "is_parquet",
+    "read_table",
+    "shown_name",
+    "write_table",
+]
 
 # The path that stands for standard input and output.
 STANDARD = Path("-")
@@ -40,6 +51,7 @@ def shown_name(path: Path) -> str:
 def read_table(path: Path, delimiter: str | None = None) -> pd.DataFrame:
     """The table in a CSV file, or in a Parquet file whose name ends in .parquet or .pq.
 
+    A folder of Parquet files is one table, with the rows of its files in the order of their names.
     `delimiter` stands between the columns of a CSV file; by default it is a comma. The path `-` is
     the standard input. The cells of a CSV file are text as it stands there, and None where they are
     empty or say that a value is missing; the index, called "line", holds the numbers of the lines.
@@ -47,7 +59,7 @@ def read_table(path: Path, delimiter: str | None = None) -> pd.DataFrame:
     """
     name = shown_name(path)
     if path.is_dir():
-        raise TableError(f"{name}: is a directory, expected a CSV or Parquet file.")
+        return _read_folder(path)
     if path != STANDARD and not (path.is_file() or path.is_fifo()):
         what = "is not a file" if path.exists() else "no such file"
         raise TableError(f"{name}: {what}.")
@@ -59,6 +71,11 @@ def read_table(path: Path, delimiter: str | None = None) -> pd.DataFrame:
     if len(table) == 0:
         raise TableError(f"{name}: has no rows.")
     return table
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a path is a folder, or a file whose name says that it holds Parquet."""
+    return path.is_dir() or (path.suffix.lower() in _PARQUET and path.is_file())
 
 
 def _read_csv(data: bytes, name: str, delimiter: str) -> pd.DataFrame:
@@ -151,24 +168,43 @@ def _check_names(names: list[str]) -> None:
 
 def _read_parquet(data: bytes, name: str) -> pd.DataFrame:
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise TableError(f"{name}: Parquet needs pyarrow; `pip install pyro_dak[cli]`.") from error
-    # Whole numbers and booleans with missing values stay what they are.
-    kinds = {kind: getattr(pyarrow, kind.lower())() for kind in _WHOLE_NUMBERS}
-    types = {kinds[kind]: pd.api.types.pandas_dtype(kind) for kind in kinds}
-    types[pyarrow.bool_()] = pd.BooleanDtype()
     try:
         file = parquet.ParquetFile(io.BytesIO(data))
         names = file.schema_arrow.names
         if len(set(names)) < len(names):
             raise ValueError("it has several columns of the same name.")
-        table = file.read().to_pandas(types_mapper=types.get)
+        table = as_pandas(file.read())
     except Exception as error:  # pyarrow's errors have no common class
         raise TableError(f"{name}: cannot be read as Parquet: {_first_line(error)}") from error
-    table.columns = table.columns.map(str)
-    return table.reset_index(drop=True)
+    return table
+
+
+def _read_folder(path: Path) -> pd.DataFrame:
+    """All rows of a folder of Parquet files; the values in names such as year=2020 are columns."""
+    try:
+        groups, schema = row_groups(path)
+        tables = [group.fragment.to_table(schema=schema) for group in groups]
+        return pd.concat([as_pandas(table) for table in tables], ignore_index=True)
+    except (ImportError, ValueError) as error:
+        raise TableError(
+            f"{path}: is a directory, and it can be read only if it holds Parquet files: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def as_pandas(table: Any) -> pd.DataFrame:
+    """An Arrow table, in which whole numbers and booleans with gaps stay what they are."""
+    import pyarrow
+
+    kinds = {kind: getattr(pyarrow, kind.lower())() for kind in _WHOLE_NUMBERS}
+    types = {kinds[kind]: pd.api.types.pandas_dtype(kind) for kind in kinds}
+    types[pyarrow.bool_()] = pd.BooleanDtype()
+    frame = table.to_pandas(types_mapper=types.get)
+    frame.columns = frame.columns.map(str)
+    return frame.reset_index(drop=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,11 +1,13 @@
 """Rows to train on: which of them are held out, and the settings that follow from their number."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pyro_dak.training.parquet import mixed_bits
 
 __all__ = [
     "FEW_ROWS",
@@ -97,22 +99,11 @@ def rows_kept_apart(rows: Rows, share: float, seed: int) -> Tensor:
     columns = torch.cat([part.reshape(len(part), -1).double() for part in rows[:2]], 1)
     code = np.full(len(columns), seed, dtype=np.uint64)
     for column in columns.cpu().numpy().T:
-        code = _mixed(code ^ np.ascontiguousarray(column).view(np.uint64))
+        code = mixed_bits(code ^ np.ascontiguousarray(column).view(np.uint64))
     order = np.argsort(code, kind="stable")
     is_new = np.append(True, np.diff(code[order]) != 0)
     positions = np.arange(len(code))
     copy_number = np.empty_like(code)
     copy_number[order] = positions - np.maximum.accumulate(np.where(is_new, positions, 0))
-    uniform = _mixed(code ^ _mixed(copy_number)) / 2.0**64
+    uniform = mixed_bits(code ^ mixed_bits(copy_number)) / 2.0**64
     return torch.from_numpy(np.flatnonzero(uniform < share))
-
-
-def _mixed(code: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Numbers of 64 bits in which every bit depends on all bits of the given ones.
-
-    This is the finaliser of the generator SplitMix64.
-    """
-    code = code + np.uint64(0x9E3779B97F4A7C15)
-    code = (code ^ (code >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    code = (code ^ (code >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return code ^ (code >> np.uint64(31))

@@ -8,7 +8,7 @@ as JSON. The columns of text files have no types; `typed` gives them some.
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from numbers import Number
 from typing import Any, Literal
@@ -29,6 +29,7 @@ __all__ = [
     "encode",
     "learn_columns",
     "learn_target",
+    "merged",
     "numbers_of_classes",
     "raw_columns",
     "targets",
@@ -236,6 +237,23 @@ def learn_columns(
             edges = np.unique(np.quantile(known, np.linspace(0, 1, num_bins + 1))).tolist()
             bins |= {name: edges} if len(edges) > 2 else {}
     return Columns([*table.columns], medians, with_missing, categories, dates, bins)
+
+
+def merged(parts: Sequence[Columns], sample: Columns) -> Columns:
+    """The columns of a table from those of its parts, and those of a sample of all its rows.
+
+    Categories, and which columns have missing values, come from all parts; medians, edges of bins
+    and the cycles that dates span come from the sample.
+    """
+    has_gap = {name for part in parts for name in part.with_missing}
+    categories = {
+        name: sorted({value for part in parts for value in part.categories[name]})
+        for name in sample.categories
+    }
+    for name, values in categories.items():
+        _check_number_of_texts(len(values), name, f"Leave it out with --drop {name!r}.")
+    with_missing = [name for name in sample.medians if name in has_gap]
+    return replace(sample, with_missing=with_missing, categories=categories)
 
 
 def encode(table: pd.DataFrame, columns: Columns) -> Array:

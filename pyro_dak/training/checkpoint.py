@@ -3,7 +3,8 @@
     model.safetensors    the weights of model and guide
     trainer.safetensors  the state of optimisers and random numbers, in checkpoints of `fit` only
     config.json          what to build
-    SHA256SUMS           the checksums of the other files, in the format of `sha256sum`
+    SHA256SUMS           the checksums of these files, in the format of `sha256sum`
+    README.md            a model card, if `write_card` or somebody else wrote one
 
 A reader sees the old directory, the new one or none, and never half of one. Directories of format
 version 1, which have their checksums in config.json, are read too.
@@ -65,7 +66,7 @@ MAX_BYTES = 2**32  # of files, and of memory that a description may ask for beyo
 _JSON_EXPANSION = 32  # a list such as [[],[],...] takes so many times its bytes when it is read
 _MAX_READS = 100  # of a directory that is replaced while it is being read
 _CONFIG, _MODEL, _TRAINER = "config.json", "model.safetensors", "trainer.safetensors"
-_SUMS, _LOCK = "SHA256SUMS", ".lock"
+_SUMS, _CARD, _LOCK = "SHA256SUMS", "README.md", ".lock"
 _NAME = re.compile(r"step-\d{9}")
 _LEFTOVER = re.compile(r"\.(step-\d{9})\.(lock|(tmp|old)-[0-9a-f]{8})")
 
@@ -101,11 +102,12 @@ class Newest(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where the checkpoints of a run go, how many epochs apart, and how many are kept."""
+    """Where the checkpoints of a run go, how many epochs or steps apart, and how many are kept."""
 
     directory: Path
     every: int = 1
     keep_last: int = 2
+    steps: int | None = None
 
     def claimed(self) -> AbstractContextManager[None]:
         """Hold the directory for one run; a second one in it raises BlockingIOError."""
@@ -173,7 +175,8 @@ def save(
 
     An extractor made of the usual layers is stored as an architecture, and any other one as weights
     only. An existing directory is replaced only with `overwrite`, and only if it is a saved model;
-    a reader finds the old model or the new one, whatever happens meanwhile.
+    a reader finds the old model or the new one, whatever happens meanwhile. A README.md in it is
+    kept (see `write_card`).
 
     Raises:
         FileExistsError: if something stands at `path` that must not be replaced.
@@ -267,7 +270,9 @@ def _is_ours(path: Path) -> bool:
 def _has_our_files(path: Path) -> bool:
     """Whether a directory holds files with our names, damaged or not, and no others."""
     names = {part.name for part in path.iterdir()} if path.is_dir() else set()
-    return bool(names) and names <= {_CONFIG, _MODEL, _TRAINER, _SUMS}
+    if _CARD in names and not (path / _CARD).is_file():
+        return False  # somebody else's
+    return bool(names - {_CARD}) and names <= {_CONFIG, _MODEL, _TRAINER, _SUMS, _CARD}
 
 
 def module_tensors(model: nn.Module, guide: nn.Module) -> dict[str, Tensor]:
@@ -316,7 +321,8 @@ def write_directory(
 
     def write(temporary: Path) -> None:
         temporary.mkdir(exist_ok=True)
-        for name, data in files.items():
+        kept = {_CARD: (path / _CARD).read_bytes()} if (path / _CARD).is_file() else {}
+        for name, data in {**files, **kept}.items():
             (temporary / name).write_bytes(data)
 
     check_place(path, makes_parents=True)

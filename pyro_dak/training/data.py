@@ -1,4 +1,4 @@
-"""Batches for training: tensors on the device cut by index, or whatever a loader yields.
+"""Batches for training: tensors on the device cut by index, Parquet files, or what a loader yields.
 
 **How much a row counts.** The bound of N rows is L = sum_n l_n - KL. An epoch shows R rows in T
 batches of B_1, ..., B_T rows, B = R / T on average; R = N, unless a loader says otherwise. Batch t
@@ -42,6 +42,7 @@ from pyro_dak.model.latent_sites import known_sites
 from pyro_dak.model.missing import check_observed_values, is_observed
 from pyro_dak.model.modes import evaluating
 from pyro_dak.model.rows import Inputs, check_parts, num_rows, parts, split, take, to_device
+from pyro_dak.training.parquet import ParquetRows
 from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_integer
 
@@ -52,6 +53,7 @@ __all__ = [
     "Data",
     "Epochs",
     "LoaderData",
+    "ParquetData",
     "ResidentData",
     "check_data",
     "check_shared",
@@ -206,6 +208,83 @@ class ResidentData:
             own = batch[self.rank :: self.world_size] if self.world_size > 1 else batch
             rows = scale if self.weights is None else self.weights[..., own] * scale
             yield take(self.x, own), self.y[own], rows
+
+
+class ParquetData:
+    """The batches of Parquet files, which are read block by block (see `ParquetRows`).
+
+    Each process reads other parts of an epoch, and the batches of all have about `batch_size` rows
+    together. The remainder is spread: batches differ by at most one row in each part.
+
+    Attributes:
+        num_rows: N.
+        num_data: N.
+        batches_per_epoch: T = ceil(N / batch_size), in every process.
+        epoch_weight: the sum of B_t / B over an epoch, T.
+        held_out: rows that are scored, if there are any.
+    """
+
+    held_out: "HeldOut | None" = None
+
+    generators: Sequence[torch.Generator] = ()
+
+    def __init__(
+        self,
+        rows: ParquetRows,
+        model: DAK,
+        batch_size: int,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        check_integer("batch_size", batch_size, minimum=1)
+        self.rows, self.model, self.device = rows, model, device
+        self.num_rows = self.num_data = N = rows.num_rows
+        self.batches_per_epoch = self.epoch_weight = -(-N // batch_size)
+        self.num_parts = world_size if rows.shards is None else rows.shards
+        if self.num_parts % world_size:
+            raise ValueError(
+                f"`shards` must be a multiple of the number of processes, {world_size}; got "
+                f"{self.num_parts}."
+            )
+        if N // self.num_parts < self.batches_per_epoch:
+            raise ValueError(
+                f"`batch_size` must give each of the {self.num_parts} parts of an epoch a row; got "
+                f"batches of {N // self.batches_per_epoch} rows."
+            )
+        self.rank, self.world_size = rank, world_size
+        self._dtype = model.layer.log_unit_scale.dtype
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Some rows from all over the files, on the device."""
+        x, y = self.rows.sample(self._dtype)
+        return x[:_MAX_SAMPLED_ROWS].to(self.device), y[:_MAX_SAMPLED_ROWS].to(self.device)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must have in common: the files, and what decides on the order."""
+        x, y = self.rows.sample(self._dtype)
+        settings = {"row groups": len(self.rows.groups), "columns": self.rows.columns}
+        order = {"shards": self.num_parts, "buffer_bytes": self.rows.buffer_bytes}
+        own = settings | order | fingerprint(x=x, y=y)
+        return own if self.held_out is None else own | self.held_out.fingerprint()
+
+    def epoch(self, generator: torch.Generator, start: int) -> Iterator[Batch]:
+        """The batches of an epoch from number `start` on, in an order that `generator` draws."""
+        seed = int(torch.randint(2**62, (), generator=generator))
+        V, T = self.num_parts, self.batches_per_epoch
+        parts = [
+            self.rows.part(seed, number, V, T, start, self._dtype)
+            for number in range(self.rank, V, self.world_size)
+        ]
+        scale = float(T * self.world_size)
+        for pairs in zip(*parts, strict=True):
+            xs, ys = zip(*pairs, strict=True)
+            x, y = check_data(self.model, torch.cat(xs), torch.cat(ys), "batch")
+            yield to_device(x, self.device), y.to(self.device), scale
+
+    def inputs(self, seed: int) -> Iterator[Inputs]:
+        """Inputs from all over the files, in a random order that is always the same."""
+        yield from self.rows.sample(self._dtype)[0].to(self.device).split(1024)
 
 
 class LoaderData:
@@ -468,7 +547,7 @@ def _ask(reason: str) -> NoReturn:
     ) from None
 
 
-Data = ResidentData | LoaderData
+Data = ResidentData | ParquetData | LoaderData
 
 
 @runtime_checkable
@@ -495,11 +574,20 @@ def training_data(
     fabric: Any,
     unpacking: Unpacking = _AS_PAIRS,
 ) -> tuple[Data, Inputs, tuple[Any, Tensor]]:
-    """`ResidentData` for tensors and fixed features, `LoaderData` for others.
+    """`ResidentData` for tensors and fixed features, `ParquetData` for files, or `LoaderData`.
 
     With it come some inputs of the network, and some rows (x, y) of batches as the loss sees them.
     """
     device, share = fabric.device, (fabric.global_rank, fabric.world_size)
+    if isinstance(data, ParquetRows):
+        if plan.fixed_features or num_data is not None:
+            raise ValueError(
+                "`fixed_features` and `num_data` are not for ParquetRows: features of all rows "
+                "would be kept in memory, and the files know their number of rows."
+            )
+        files = ParquetData(data, model, plan.batch_size, device, *share)
+        sample = files.sample()
+        return files, check_data(model, *sample)[0], sample
     if (pair := unpacking.of_tensors(data)) is not None:
         if num_data is not None:
             raise ValueError("`num_data` is for iterables; tensors know their number of rows.")

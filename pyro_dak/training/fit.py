@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from pyro_dak.prediction.novelty import (
     novelty_of_features,
 )
 from pyro_dak.training.checkpoint import MAX_BYTES, Checkpoints, Newest, blaming
-from pyro_dak.training.data import Data, ResidentData, training_data
+from pyro_dak.training.data import Data, LoaderData, ResidentData, training_data
 from pyro_dak.training.describe import set_up_guide
 from pyro_dak.training.held_out import hold_out
 from pyro_dak.training.loop import Run, frozen, one_process, seeded
@@ -45,7 +46,15 @@ from pyro_dak.training.natural import NaturalLoss, build_learner
 from pyro_dak.training.optimizers import Schedule
 from pyro_dak.training.plan import History, Plan, TrainingError
 from pyro_dak.training.start import check_start
-from pyro_dak.validation import check_choice, check_integer, check_kind, check_path, check_seed
+from pyro_dak.training.tracking import Tracking
+from pyro_dak.validation import (
+    check_choice,
+    check_integer,
+    check_kind,
+    check_path,
+    check_positive,
+    check_seed,
+)
 
 __all__ = ["History", "TrainingError", "build_objective", "fit"]
 
@@ -101,6 +110,7 @@ def fit(
     seed: int | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 1,
+    checkpoint_steps: int | None = None,
     keep_last: int = 2,
     resume_from: str | Path | None = None,
     on_interrupt: str = "raise",
@@ -108,6 +118,8 @@ def fit(
     devices: int | str | None = None,
     precision: Any = None,
     strategy: str = "auto",
+    timeout: float = 300.0,
+    loggers: Any = (),
     progress: bool = True,
 ) -> History:
     """Train model and guide together by maximising a lower bound of the evidence.
@@ -124,7 +136,7 @@ def fit(
         data: a pair of tensors (x, y), kept on the device, or an iterable of batches (x, y). An x
             is a tensor, or a tuple or dictionary of tensors, which the network gets as its
             arguments (see `pyro_dak.model.rows`). A dictionary of tensors with `target` is a pair
-            too.
+            too. `ParquetRows` are read from files, in constant memory.
         objective: an ELBO, or a name (see `build_objective`).
         epochs: passes over the data.
         batch_size: rows per step, over all processes; ignored for an iterable.
@@ -141,7 +153,8 @@ def fit(
         decay_last_layer: whether weight decay acts on guide, scales and noise too.
         clip_norm: bound of the norm of the gradient of the loss per datum, or None.
         validation: a pair (x, y), a loader of batches like those of `data`, which is read for each
-            score, or the share of the training rows to hold out.
+            score, or the share of the training rows to hold out, of `ParquetRows` at most about
+            100,000 rows.
         patience: number of epochs without a better validation score after which training stops and
             goes back to the best weights.
         fixed_features: whether to train embedding and last layer on features that are computed
@@ -169,6 +182,8 @@ def fit(
         seed: seed of batches and draws.
         checkpoint_dir: directory for checkpoints; none are written without it.
         checkpoint_every: number of epochs between checkpoints.
+        checkpoint_steps: number of steps between further checkpoints inside long epochs; by default
+            there are none.
         keep_last: number of checkpoints to keep.
         resume_from: a directory of checkpoints, or one checkpoint, to go on from, with the same
             data and settings. Of several checkpoints the newest undamaged one is taken. If it is
@@ -182,11 +197,16 @@ def fit(
         devices: as in Lightning Fabric; by default one, or what its launcher says.
         precision: as in Lightning Fabric.
         strategy: as in Lightning Fabric.
+        timeout: seconds that a process waits for the others at most, if `torchrun` or `fit` itself
+            started them with the strategy "ddp"; then it raises, and the run can be resumed.
+        loggers: loggers of Lightning Fabric, or one of them. The first process gives them the
+            settings at the start, and the row of the history with all learning rates after each
+            epoch. One that fails is left out with a warning, and the run goes on.
         progress: whether to show a bar.
 
     Raises:
         TrainingError: if the loss becomes NaN or infinite, or if inputs or targets have a scale
-            with which training makes no sense.
+            with which training makes no sense, or if another process is gone.
         KeyboardInterrupt: after Ctrl-C or SIGTERM, with a `history`, so that a script does not go
             on with a half-trained model.
         BlockingIOError: if another run writes its checkpoints to `checkpoint_dir`.
@@ -218,10 +238,14 @@ def fit(
         patience=patience,
         fixed_features=fixed_features,
     )
-    checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, keep_last, resume_from)
+    checkpoints = _checkpoints(
+        checkpoint_dir, checkpoint_every, checkpoint_steps, keep_last, resume_from
+    )
     newest = _newest(checkpoint_dir, resume_from, model, guide)
+    check_positive("timeout", timeout)
+    tracking = Tracking(loggers)
     fabric = _launch(
-        accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
+        timeout, accelerator=accelerator, devices=devices, precision=precision, strategy=strategy
     )
     plan = replace(plan, seed=fabric.broadcast(_seed(seed, newest)))
     elbo = build_objective(objective, model, guide)
@@ -232,6 +256,7 @@ def fit(
         local_parameters(model, guide),
         frozen(model.feature_extractor, fixed_features),
         with_missing(model.likelihood, missing),
+        tracking.failing(fabric),
     ):
         model.to(fabric.device)
         guide.to(fabric.device)
@@ -249,22 +274,26 @@ def fit(
         loss = build_learner(model, guide, elbo, fixed_features, compile)
         if newest is None:
             with explaining(model, guide=guide):
-                check_start(loss, *rows, batches.num_rows, isinstance(batches, ResidentData))
+                check_start(loss, *rows, batches.num_rows, not isinstance(batches, LoaderData))
         score_fn = None if held_out is None else partial(loss.score, held_out)
         model.calibration = model.novelty = None  # they belonged to the weights from before
         run = Run(loss, batches, plan, score_fn, checkpoints, fabric)
         if newest is not None:
             run.resume(newest.path, newest)
+        tracking.start(run)
         is_synchronized = model.scaling.is_synchronized
         model.scaling.is_synchronized = fabric.world_size > 1
         try:
-            history = run.run(callbacks, progress, keep_bar=True, on_interrupt=on_interrupt)
-            if final_pass is None:
-                final_pass = isinstance(model.likelihood, GaussianLikelihood)
-            if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
-                loss.renew(batches, fabric, plan.seed)
-            if evaluate and history.status != "interrupted":
-                history.final = loss.evaluate(batches, fabric, plan.seed)
+            with run.naming_lost_processes(timeout):
+                watchers = [tracking.epoch, *callbacks]
+                history = run.run(watchers, progress, keep_bar=True, on_interrupt=on_interrupt)
+                if final_pass is None:
+                    final_pass = isinstance(model.likelihood, GaussianLikelihood)
+                if final_pass and isinstance(loss, NaturalLoss) and history.status != "interrupted":
+                    loss.renew(batches, fabric, plan.seed)
+                if evaluate and history.status != "interrupted":
+                    history.final = loss.evaluate(batches, fabric, plan.seed)
+            tracking.finish(history)
         finally:
             model.scaling.is_synchronized = is_synchronized
             model.eval()
@@ -322,9 +351,15 @@ def _learn_novelty(
 
 
 def _checkpoints(
-    directory: str | Path | None, every: int, keep_last: int, resume_from: str | Path | None
+    directory: str | Path | None,
+    every: int,
+    steps: int | None,
+    keep_last: int,
+    resume_from: str | Path | None,
 ) -> Checkpoints | None:
     check_integer("checkpoint_every", every, minimum=1)
+    if steps is not None:
+        check_integer("checkpoint_steps", steps, minimum=1)
     check_integer("keep_last", keep_last, minimum=1)
     if resume_from is not None:
         check_path("resume_from", resume_from)
@@ -336,7 +371,7 @@ def _checkpoints(
             f"`checkpoint_dir` ({directory}) holds checkpoints of an earlier run. Pass it as "
             "`resume_from` too to go on with that run, or name another directory."
         )
-    return Checkpoints(Path(directory), every, keep_last)
+    return Checkpoints(Path(directory), every, keep_last, steps)
 
 
 @contextmanager
@@ -355,7 +390,7 @@ def _claimed(checkpoints: Checkpoints | None, fabric: Any) -> Iterator[None]:
         yield
 
 
-def _launch(**options: Any) -> Any:
+def _launch(timeout: float, **options: Any) -> Any:
     """Fabric with its processes running; it finds those that `fabric run` or `torchrun` started.
 
     A run that needs nothing of it, by one process on one device, does without.
@@ -365,6 +400,7 @@ def _launch(**options: Any) -> Any:
         return one_process(device)
     try:  # here, because it takes longer than all the rest of the package together
         from lightning_fabric import Fabric
+        from lightning_fabric.strategies import DDPStrategy
     except ModuleNotFoundError as error:
         raise ImportError(
             "Several processes or devices, and other precisions and strategies, need Lightning "
@@ -379,6 +415,8 @@ def _launch(**options: Any) -> Any:
             options |= {"devices": devices, "num_nodes": world_size // devices}
             if options["strategy"] == "auto":
                 options["strategy"] = "ddp"
+    if options["strategy"] == "ddp" and not is_launched:  # else its launcher made the strategy
+        options["strategy"] = DDPStrategy(timeout=timedelta(seconds=min(timeout, 1e8)))
     fabric = Fabric(**options)
     if not is_launched:
         fabric.launch()

@@ -430,7 +430,7 @@ class DAKHead(nn.Module):
         finally:
             hook.remove()
         with self._synchronized():
-            scaling.take_statistics(seen[0])
+            scaling.take_statistics([scaling.part_statistics(seen[0])])
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:

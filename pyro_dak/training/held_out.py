@@ -19,6 +19,7 @@ from pyro_dak.training.data import (
     share_generators,
     started,
 )
+from pyro_dak.training.parquet import ParquetRows
 
 __all__ = ["HeldOut", "hold_out"]
 
@@ -92,7 +93,9 @@ def hold_out(
     if validation is None:
         return data, None
     pair: tuple[Any, Any] | None
-    if isinstance(validation, int | float):
+    if isinstance(validation, int | float) and isinstance(data, ParquetRows):
+        data, pair = _share_of_files(model, data, validation, seed)
+    elif isinstance(validation, int | float):
         data, pair = _share(model, data, validation, seed, unpacking)
     else:
         pair = unpacking.of_tensors(validation)
@@ -110,16 +113,30 @@ def hold_out(
     return data, HeldOut(model, rows, fabric, unpacking, False)
 
 
+def _share_of_files(
+    model: DAK, rows: ParquetRows, share: float, seed: int
+) -> tuple[ParquetRows, tuple[Tensor, Tensor]]:
+    """The rows of files that are trained on, and a share of them in memory, at most 100,000."""
+    _check_share(share)
+    rest, held_out = rows.split(rows.held_out_share(share), seed % 2**62)
+    return rest, held_out.read_all(model.layer.log_unit_scale.dtype)
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share < 1:
+        raise ValueError(f"`validation` must be a share between 0 and 1; got {share}.")
+
+
 def _share(
     model: DAK, data: Any, share: float, seed: int, unpacking: Unpacking
 ) -> tuple[tuple[Inputs, Tensor], tuple[Inputs, Tensor]]:
     """The rows of tensors (x, y) that are trained on, and a share of them that is held out."""
-    if not 0 < share < 1:
-        raise ValueError(f"`validation` must be a share between 0 and 1; got {share}.")
+    _check_share(share)
     pair = unpacking.of_tensors(data)
     if pair is None:
         raise ValueError(
-            "`validation` as a share needs tensors; give a pair (x, y) or a loader instead."
+            "`validation` as a share needs tensors or ParquetRows; give a pair (x, y) or a loader "
+            "instead."
         )
     x, y = check_data(model, *pair)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)

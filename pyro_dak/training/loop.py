@@ -21,6 +21,7 @@ from typing import Any
 
 import pyro
 import torch
+import torch.distributed
 from pyro.infer import ELBO
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -418,6 +419,23 @@ class Run:
             self._tell_interrupt(stop.number, on_interrupt)
         return self.history
 
+    @contextmanager
+    def naming_lost_processes(self, timeout: float) -> Iterator[None]:
+        """Say in words that another process is gone, or has not answered in time, if it is so."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.fabric.world_size == 1 or not _is_of_a_connection(error):
+                raise
+            kept = self._newest_checkpoint()
+            remedy = f"Go on with fit(..., resume_from={str(kept)!r})." if kept else ""
+            reason = str(error).strip().splitlines()[0]
+            raise TrainingError(
+                f"Another process is gone, or has not answered for {timeout:g} s, in epoch "
+                f"{self.epoch + 1} after step {self.step}: {reason} {remedy}",
+                self.history,
+            ) from error
+
     def _is_unfinished(self) -> bool:
         return self.epoch < self.plan.num_epochs and self.history.status == "running"
 
@@ -434,6 +452,9 @@ class Run:
             bar.update()
             if self._is_stopped(stop):
                 return False
+            steps = None if self.checkpoints is None else self.checkpoints.steps
+            if steps and self.step % steps == 0 and self.batch < self.batches_per_epoch:
+                self.save()
         return True
 
     def _fetched(self, batches: Iterator[Batch], stop: "_Stop") -> Iterator[Batch | None]:
@@ -747,6 +768,13 @@ def frozen(module: nn.Module, is_frozen: bool) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
+
+
+def _is_of_a_connection(error: RuntimeError) -> bool:
+    """Whether processes could not reach each other; gloo raises no class of its own for it."""
+    words = ("gloo", "NCCL", "Connection", "Timed out")
+    is_own = isinstance(error, torch.distributed.DistError)
+    return is_own or (type(error) is RuntimeError and any(word in str(error) for word in words))
 
 
 @dataclass

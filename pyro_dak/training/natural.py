@@ -13,7 +13,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor, nn
 
-from pyro_dak.additive.scaling import NoScaling
+from pyro_dak.additive.scaling import NoScaling, PartStatistics
 from pyro_dak.inference.guides import NaturalGuide
 from pyro_dak.inference.guides.natural import RowSums
 from pyro_dak.inference.natural import (
@@ -35,9 +35,6 @@ from pyro_dak.training.plan import TrainingError
 from pyro_dak.validation import check_integer, check_positive, check_real
 
 __all__ = ["NaturalLoss", "are_finite", "build_learner", "over_processes"]
-
-# Of the unit inputs that are kept to find their statistics.
-_MAX_NUMBERS = 2**27
 
 
 class _Unrounded:
@@ -200,22 +197,21 @@ class NaturalLoss(DAKLoss):
         guide.step(sums, num_rows, keep=0.0, gain=gain, coupling=coupling)
 
     def _renew_scaling(self, data: Epochs, fabric: Any, seed: int) -> None:
-        """Set the statistics of the scaling to those of all rows, or of the first 2^27 numbers."""
-        scaling, seen = self.model.scaling, list[Tensor]()
+        """Set the statistics of the scaling to those of all rows."""
+        scaling, seen = self.model.scaling, list[PartStatistics]()
         if isinstance(scaling, NoScaling) or scaling.is_frozen:
             return
-        num_left = _MAX_NUMBERS // scaling.num_units
-        hook = scaling.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        hook = scaling.register_forward_pre_hook(
+            lambda _, inputs: seen.append(scaling.part_statistics(inputs[0]))
+        )
         like = self.model.layer.log_unit_scale
         try:
             with evaluating(self.model), rewound(data.generators):
-                for x, y, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
-                    if num_left > 0:
-                        self.unit_inputs(like_model(x, like))
-                        num_left -= len(y)
+                for x, _, _ in data.epoch(torch.Generator().manual_seed(seed), 0):
+                    self.unit_inputs(like_model(x, like))
         finally:
             hook.remove()
-        scaling.take_statistics(torch.cat(seen))
+        scaling.take_statistics(seen)
 
     def _sums_over(self, data: Epochs, fabric: Any, seed: int) -> tuple[RowSums, float]:
         """What all rows of all processes say about q, in eval mode, and how many they are."""

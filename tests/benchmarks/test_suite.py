@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import activation, growth, nuts, suite, timing
+from benchmarks import activation, growth, nuts, parquet_rows, suite, timing
 
 
 @pytest.fixture
@@ -42,6 +42,19 @@ def test_benchmark_of_nuts_compares_gradients_and_runs(capsys, monkeypatch):
     assert "regression: 113 weights x 30 rows" in output
     assert output.count("times ours") == 6
     assert output.count("4 + 4 draws") == 2
+
+
+def test_benchmark_of_files_writes_them_once_and_fits_all_their_rows(tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(parquet_rows, "FILE_ROWS", 1000)
+    for _ in range(2):
+        parquet_rows.write_rows(tmp_path, 2500, 4)
+        written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(written) == 3
+    run = parquet_rows.fit_rows(tmp_path, tmp_path, "natural", 256, progress=False)
+    assert run["rows"] == 2500
+    assert run["cpu_seconds"] > 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
 def test_timing_is_the_median_and_half_the_range():

@@ -2,13 +2,16 @@
 
 python train.py OUT.safetensors [--checkpoints DIR] [--resume] [--kill-at-step N]
                 [--kill-in-write N] [--interrupt-at-step N] [--signal NAME] [--only-rank R]
-                [--objective NAME] [--guide NAME] [--compile] [--parts]
+                [--objective NAME] [--guide NAME] [--compile] [--parts] [--files DIR]
+                [--before-kill COMMAND] [--timeout SECONDS]
 """
 
 import argparse
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -23,6 +26,7 @@ from pyro_dak import (
     HeteroscedasticLikelihood,
     MeanFieldGuide,
     NaturalGuide,
+    ParquetRows,
     fit,
 )
 from pyro_dak.training.checkpoint import module_tensors
@@ -52,10 +56,13 @@ def train(model: DAK, guide: nn.Module, x: Tensor, y: Tensor, args: Any) -> Hist
         x = {"first": x[:, 0], "others": x[:, 1:]}
         rows = [{name: part[i] for name, part in x.items()} | {"y": y[i]} for i in range(11)]
         validation = DataLoader(rows, batch_size=5, shuffle=True)
+    data: Any = (x, y)
+    if args.files:  # read in as many parts by one process as by two
+        data = ParquetRows(args.files, "y", shards=2, progress=False)
     return fit(
         model,
         guide,
-        (x, y),
+        data,
         target="y" if args.parts else None,
         objective=args.objective,
         epochs=5,
@@ -67,6 +74,7 @@ def train(model: DAK, guide: nn.Module, x: Tensor, y: Tensor, args: Any) -> Hist
         resume_from=args.checkpoints if args.resume else None,
         accelerator="auto" if "LT_CLI_USED" in os.environ else "cpu",
         compile=args.compile,
+        timeout=args.timeout,
         progress=False,
     )
 
@@ -85,6 +93,9 @@ def main() -> None:
     parser.add_argument("--guide", default="mean_field")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--files")
+    parser.add_argument("--before-kill", default="true")
+    parser.add_argument("--timeout", type=float, default=300.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -103,9 +114,10 @@ def main() -> None:
 
     def watched_step(run: Run, *arguments: object) -> None:
         step(run, *arguments)
-        if run.step == args.kill_at_step:
-            os.kill(os.getpid(), signal.SIGKILL)
         is_chosen = args.only_rank in (None, os.environ.get("RANK"))
+        if run.step == args.kill_at_step and is_chosen:
+            subprocess.run(shlex.split(args.before_kill), check=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         if run.step == args.interrupt_at_step and is_chosen:
             os.kill(os.getpid(), getattr(signal, args.signal))
 

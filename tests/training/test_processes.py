@@ -119,22 +119,30 @@ def assert_equal_to(alone, out, *arguments, launch):
     assert len(histories(result)) == 2
 
 
-HEAD_SCRIPT = Path(__file__).parents[1] / "scripts" / "train_head.py"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def train_heads(directory, launch=(sys.executable,)) -> list[dict[str, Tensor]]:
-    """What each process of a loop of one's own ends with."""
-    command = [*launch, str(HEAD_SCRIPT), str(directory / "head")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HEAD_SCRIPT.parents[2])}
+def results_of(script, directory, launch=(sys.executable,)) -> list[dict[str, Tensor]]:
+    """What each process of a script ends with."""
+    directory.mkdir(exist_ok=True)
+    command = [*launch, str(SCRIPTS / script), str(directory / "own")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1])}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return [safetensors.torch.load_file(path) for path in sorted(directory.glob("head-*"))]
+    return [safetensors.torch.load_file(path) for path in sorted(directory.glob("own-*"))]
+
+
+def test_an_exact_posterior_is_summed_over_processes(tmp_path):
+    (one,) = results_of("exact_rows.py", tmp_path / "one")
+    pair = results_of("exact_rows.py", tmp_path / "two", launch=TORCHRUN)
+    assert len(pair) == 2
+    for own in pair:
+        assert_close(own, one, atol=1e-10, rtol=1e-10)
 
 
 def test_a_loop_of_ones_own_in_two_processes_equals_one(tmp_path):
-    (tmp_path / "one").mkdir()
-    (one,) = train_heads(tmp_path / "one")
-    first, second = train_heads(tmp_path, launch=TORCHRUN)
+    (one,) = results_of("train_head.py", tmp_path / "one")
+    first, second = results_of("train_head.py", tmp_path / "two", launch=TORCHRUN)
     for name, tensor in one.items():
         if not name.startswith("alone."):
             assert_close(first[name], tensor, atol=1e-8, rtol=1e-8, msg=name)
