@@ -66,19 +66,20 @@ def acquire(
     Args:
         model: with `GaussianLikelihood`, `CategoricalLikelihood`, `BernoulliLikelihood` or
             `PoissonLikelihood`.
-        posterior: for "variance", "integrated" and "bald" one with a joint covariance within functions:
-            `exact_posterior`, a `FullRankGuide`, or a `NaturalGuide` with covariance "joint" or
-            "shared". For the other methods any posterior.
+        posterior: for "variance", "integrated" and "bald" one with a joint covariance within
+            functions: `exact_posterior`, a `FullRankGuide`, or a `NaturalGuide` with covariance
+            "joint" or "shared". For the other methods any posterior.
         pool: inputs, `(N, ...)`, in the dtype of the model.
         num: rows to choose, at most N.
         method: "variance" takes the largest sum over functions of k Var f, which is the variance of
             f over that of the noise; it goes to the far ends of the pool. "integrated" takes the
             largest expected drop of that sum in the mean over the target rows, so that predictions
-            there become sure; rows that are like many others come first. "bald" takes the largest mutual information between label and
-            weights: for Gaussian noise the sum of log(1 + k Var f) / 2, for classes the entropy of
-            the probabilities minus the expected entropy, over draws of f. "batch_bald_greedy" does
-            so for all labels of the batch together, over draws of the weights; the labels can tell
-            no more than the logarithm of the number of draws. For Gaussian noise it is "bald".
+            there become sure; rows that are like many others come first. "bald" takes the largest
+            mutual information between label and weights: for Gaussian noise the sum of
+            log(1 + k Var f) / 2, for classes the entropy of the probabilities minus the expected
+            entropy, over draws of f. "batch_bald_greedy" does so for all labels of the batch
+            together, over draws of the weights; the labels can tell no more than the logarithm of
+            the number of draws. For Gaussian noise it is "bald".
             "thompson" takes, for each row, one function drawn from the posterior and the row where
             it is largest.
         target: for "integrated", inputs `(R, ...)` where predictions matter, if not in the pool.

@@ -20,7 +20,7 @@ class IntegratedVariance:
     With the covariance S_c of the weights of function c, the design phi(x) and the curvature k_c(x)
     of the log-likelihood, the label of x lowers it by
 
-        sum_c m_c(x) k_c(x) / (1 + k_c(x) v_c(x)),  v_c = phi^T S_c phi,  m_c = phi^T S_c G_c S_c phi,
+        sum_c m_c k_c / (1 + k_c v_c),  v_c = phi^T S_c phi,  m_c = phi^T S_c G_c S_c phi,
 
     where G_c is the mean over target rows of k_c(r) phi(r) phi(r)^T: m_c(x) is the weighted mean
     square of Cov(f_c(r), f_c(x)). So the rows of the target enter once, in a matrix. The label

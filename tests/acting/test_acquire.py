@@ -118,10 +118,10 @@ def test_integrated_leaves_a_row_that_is_far_from_all_others():
     noise = GaussianLikelihood(0.3)
     options = {"level": 5, "bounds": (-4.0, 4.0), "scaling": "none", "embedding": False}
     model = DAK(nn.Identity(), 1, 1, 1, likelihood=noise, **options).eval()
-    posterior = exact_posterior(model, torch.zeros(1, 1), torch.zeros(1, 1))
-    pool = torch.cat([0.5 * torch.randn(30, 1), torch.tensor([[3.9]])])
+    posterior = exact_posterior(model, torch.ones(1, 1), torch.zeros(1, 1))
+    pool = torch.cat([1.5 + 0.2 * torch.randn(30, 1), torch.tensor([[-3.0]])])
     assert int(acquire(model, posterior, pool, 1, "variance")) == 30
-    assert 30 not in acquire(model, posterior, pool, 3, "integrated").tolist()
+    assert 30 not in acquire(model, posterior, pool, 2, "integrated").tolist()
 
 
 def information(model, posterior, h, rows, num_samples, seed=0):
