@@ -55,7 +55,7 @@ DATASETS = ("energy", "yacht", "mnist")
 _NUM_COMPONENTS = 32
 # For classes: features and landmarks, the lengthscale of their kernel where the first component has
 # deviation 1, and the scale of f in the prior if all features were 1.
-_NUM_FEATURES, _NUM_LANDMARKS, _LENGTHSCALE, _PRIOR_SCALE = 64, 500, 2.0, 80.0
+_NUM_FEATURES, _NUM_LANDMARKS, _LENGTHSCALE, _PRIOR_SCALE = 128, 500, 2.0, 110.0
 # For regression: how far lengthscales go from their prior, in logarithms.
 _LOG_DEVIATION = 0.5
 
