@@ -37,9 +37,9 @@ class ThompsonBandit:
     `refresh_every` rounds, and when a reward lies far outside of what was seen; the posterior is
     then that of all rewards. Lengthscales and scales stay near those of the prior, whose standard
     deviation is the size of the rewards, their root mean square so far: an arm that has paid the
-    same everywhere may pay twice as much where it was not tried. The lengthscale of that prior grows
-    with the square root of D, as distances in the cube do: a quarter of it for two columns. Until every arm has been tried
-    `num_trials` times, they take turns.
+    same everywhere may pay twice as much where it was not tried. The lengthscale of that prior is a
+    quarter of the cube for two columns, and grows with the square root of D, as distances in the
+    cube do. Until every arm has been tried `num_trials` times, they take turns.
 
     Args:
         num_inputs: D, the columns of a context.
