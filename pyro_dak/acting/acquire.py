@@ -1,14 +1,15 @@
 """Active learning: which rows of a pool are worth a label."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from pyro_dak.acting.curvature import expected_curvature
+from pyro_dak.acting.integrated import IntegratedVariance
 from pyro_dak.acting.weights import GaussianWeights
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
-from pyro_dak.additive.quadrature import expected_sigmoid
 from pyro_dak.inference.densities import draw_functions, with_noise
 from pyro_dak.inference.draws import Posterior, draw_posterior
 from pyro_dak.model.dak import DAK
@@ -29,7 +30,7 @@ from pyro_dak.validation import check_choice, check_finite, check_integer, check
 
 __all__ = ["Method", "acquire"]
 
-Method = Literal["variance", "bald", "batch_bald_greedy", "thompson"]
+Method = Literal["variance", "integrated", "bald", "batch_bald_greedy", "thompson"]
 
 # Rows whose scores are brought up to date at a time, and the most label configurations of a batch.
 _BLOCK, _MAX_CONFIGURATIONS = 256, 512
@@ -43,6 +44,7 @@ def acquire(
     num: int,
     method: Method = "variance",
     *,
+    target: Inputs | None = None,
     output: int = 0,
     num_samples: int = 64,
     chunk_size: int = 4096,
@@ -58,31 +60,36 @@ def acquire(
     tell the same are not chosen twice.
 
     Scores can only fall as more rows are known, so only the rows that lead are brought up to date,
-    and a pool of a million rows is passed over once.
+    and a pool of a million rows is passed over once. Those of "integrated" may also rise; all rows
+    are brought up to date for every choice, at a cost of one number for each weight.
 
     Args:
         model: with `GaussianLikelihood`, `CategoricalLikelihood`, `BernoulliLikelihood` or
             `PoissonLikelihood`.
-        posterior: for "variance" and "bald" one with a joint covariance within functions:
-            `exact_posterior`, a `FullRankGuide`, or a `NaturalGuide` with covariance "joint" or
-            "shared". For the other methods any posterior.
+        posterior: for "variance", "integrated" and "bald" one with a joint covariance within
+            functions: `exact_posterior`, a `FullRankGuide`, or a `NaturalGuide` with covariance
+            "joint" or "shared". For the other methods any posterior.
         pool: inputs, `(N, ...)`, in the dtype of the model.
         num: rows to choose, at most N.
         method: "variance" takes the largest sum over functions of k Var f, which is the variance of
-            f over that of the noise. "bald" takes the largest mutual information between label and
-            weights: for Gaussian noise the sum of log(1 + k Var f) / 2, for classes the entropy of
-            the probabilities minus the expected entropy, over draws of f. "batch_bald_greedy" does
-            so for all labels of the batch together, over draws of the weights; the labels can tell
-            no more than the logarithm of the number of draws. For Gaussian noise it is "bald".
+            f over that of the noise; it goes to the far ends of the pool. "integrated" takes the
+            largest expected drop of that sum in the mean over the target rows, so that predictions
+            there become sure; rows that are like many others come first. "bald" takes the largest
+            mutual information between label and weights: for Gaussian noise the sum of
+            log(1 + k Var f) / 2, for classes the entropy of the probabilities minus the expected
+            entropy, over draws of f. "batch_bald_greedy" does so for all labels of the batch
+            together, over draws of the weights; the labels can tell no more than the logarithm of
+            the number of draws. For Gaussian noise it is "bald".
             "thompson" takes, for each row, one function drawn from the posterior and the row where
             it is largest.
+        target: for "integrated", inputs `(R, ...)` where predictions matter, if not in the pool.
         output: the function that "thompson" maximises; for classes the probability of this one.
         num_samples: draws for mutual information.
         chunk_size: rows of the pool at a time.
         seed: of the draws; None is 0.
         progress: whether to show a bar if it takes more than two seconds.
     """
-    check_choice("method", method, ("variance", "bald", "batch_bald_greedy", "thompson"))
+    check_choice("method", method, get_args(Method))
     for name, value in (("num", num), ("num_samples", num_samples), ("chunk_size", chunk_size)):
         check_integer(name, value, minimum=1)
     check_seed("seed", seed)
@@ -90,9 +97,17 @@ def acquire(
     check_integer("output", output, minimum=0, maximum=model.num_functions - 1)
     if num > num_rows(pool):
         raise ValueError(f"`num` must be at most the {num_rows(pool)} rows of the pool; got {num}.")
+    if target is not None:
+        if method != "integrated":
+            raise ValueError(f'`target` is for method="integrated"; got method="{method}".')
+        check_inputs(model, target, "target")
     likelihood, seed = _checked_likelihood(model), 0 if seed is None else int(seed)
     is_gaussian = isinstance(likelihood, GaussianLikelihood)
     h, first = _unit_inputs(model, pool, int(chunk_size), progress), take(pool, slice(0, 1))
+    if method == "integrated":
+        at = h if target is None else _unit_inputs(model, target, int(chunk_size), progress)
+        rule = IntegratedVariance(model, posterior, likelihood, at, int(chunk_size))
+        return rule.choose(h, num, progress)
     if method == "thompson":
         draws = draw_posterior(model, posterior, num_samples=num, x=first, seed=seed)
         value_fn = _value_fn(likelihood, output)
@@ -204,22 +219,6 @@ class _WeightScores(_Scores):
         gain = (k / (1 + k * moments.var)).reshape(-1, 1, 1)
         column = self.covariance @ design.mT  # (F, K, 1)
         self.covariance -= gain * column @ column.mT
-
-
-def expected_curvature(likelihood: Likelihood, moments: FunctionMoments) -> Tensor:
-    """-E_q d^2 log p(y | f) / d f^2 where it does not depend on y, `(n, F)`; for classes by draws.
-
-    Gaussian: 1 / noise variance. Classes: E p (1 - p). Counts: E exp f.
-    """
-    if isinstance(likelihood, GaussianLikelihood):
-        return likelihood.noise_scale.square().reciprocal().expand_as(moments.mean)
-    if isinstance(likelihood, BernoulliLikelihood):
-        return expected_sigmoid(*moments[:2])[1]
-    if isinstance(likelihood, PoissonLikelihood):
-        return (moments.mean + 0.5 * moments.var).exp()
-    generator = torch.Generator(moments.mean.device).manual_seed(0)
-    p = sample_marginals(moments, 64, generator).softmax(-1)
-    return (p * (1 - p)).mean(0)
 
 
 def _mutual_information(

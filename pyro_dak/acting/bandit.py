@@ -1,5 +1,6 @@
 """Contextual bandits by Thompson sampling: an arm is as good as a function drawn for it says."""
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ __all__ = ["ThompsonBandit"]
 
 # Rows of an arm that enter the evidence, steps of the fit, and rewards that call for a fit at once.
 _MAX_ROWS, _MAX_STEPS, _FAR = 200, 15, 10.0
-# The prior of the lengthscales, and how far they and the unit scales go from it, in logarithms.
+# The prior of the lengthscales for two columns, and how far they and the unit scales go from it, in
+# logarithms.
 _LENGTHSCALE, _DEVIATION = 0.25, 0.2
 
 
@@ -35,8 +37,9 @@ class ThompsonBandit:
     `refresh_every` rounds, and when a reward lies far outside of what was seen; the posterior is
     then that of all rewards. Lengthscales and scales stay near those of the prior, whose standard
     deviation is the size of the rewards, their root mean square so far: an arm that has paid the
-    same everywhere may pay twice as much where it was not tried. Until every arm has been tried
-    `num_trials` times, they take turns.
+    same everywhere may pay twice as much where it was not tried. The lengthscale of that prior is a
+    quarter of the cube for two columns, and grows with the square root of D, as distances in the
+    cube do. Until every arm has been tried `num_trials` times, they take turns.
 
     Args:
         num_inputs: D, the columns of a context.
@@ -63,12 +66,13 @@ class ThompsonBandit:
             ("num_trials", num_trials),
         ):
             check_integer(name, value, minimum=1)
+        check_integer("num_inputs", num_inputs, minimum=1)
         check_seed("seed", seed)
         self.num_inputs, self.num_arms = num_inputs, num_arms
         self.refresh_every, self.num_trials = refresh_every, num_trials
         options = {
             "num_directions": 14,
-            "lengthscale": _LENGTHSCALE,
+            "lengthscale": _LENGTHSCALE * math.sqrt(num_inputs / 2),
             "log_deviation": _DEVIATION,
         } | options
         self.models = [build_surrogate(num_inputs, **options).double() for _ in range(num_arms)]

@@ -2,13 +2,18 @@
 
 import importlib
 import itertools
+from typing import get_args
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
-from pyro_dak import NaturalGuide, exact_posterior
+from pyro_dak import DAK, GaussianLikelihood, NaturalGuide, exact_posterior
 from pyro_dak.acting import acquire
+from pyro_dak.acting.acquire import Method
+from pyro_dak.acting.curvature import expected_curvature
+from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.inference.draws import draw_posterior
 from tests import scenarios
 
@@ -64,6 +69,59 @@ def test_variance_of_a_batch_is_less_than_that_of_rows_chosen_alone():
         for rows in (together, alone)
     ]
     assert left[0] < left[1]
+
+
+def weighted_variance(case, posterior, target):
+    """The mean over rows of the sum of Var f over that of the noise, which is 0.25."""
+    h = case.model.unit_inputs(target)
+    return (posterior.guide.moments(case.model.layer, h).var / 0.25).sum(-1).mean()
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+@pytest.mark.parametrize("has_target", [False, True])
+def test_integrated_rows_are_those_of_a_loop_over_all_labels(num_outputs, has_target):
+    case, pool = gaussian(num_outputs, num_pool=30)
+    posterior, target = case.exact(), torch.randn(20, 2) + 1 if has_target else None
+    options = {"target": target, "chunk_size": 7}
+    chosen, expected = acquire(case.model, posterior, pool, 5, "integrated", **options), []
+    for _ in range(5):
+        after = [
+            posterior.update(case.model, pool[row : row + 1], torch.zeros(1, num_outputs))
+            for row in range(30)
+        ]
+        scores = torch.stack(
+            [weighted_variance(case, q, pool if target is None else target) for q in after]
+        )
+        scores[expected] = torch.inf
+        expected.append(int(scores.argmin()))
+        posterior = after[expected[-1]]
+    assert chosen.tolist() == expected
+
+
+def test_integrated_weighs_classes_by_their_curvature():
+    model, guide, pool = classes()
+    best = int(acquire(model, guide, pool, 1, "integrated"))
+    h = model.unit_inputs(pool).detach()
+    design, S = model.layer.design(h), guide.precision.inverse()
+    q = guide.own_moments(model.layer, h)
+    curvature = expected_curvature(model.likelihood, FunctionMoments(*q[:2]))  # (n, F)
+    drops = torch.zeros(len(pool))
+    for row, k in enumerate(curvature):
+        for c in range(3):
+            covariances = design @ S[c] @ design[row]
+            gain = k[c] / (1 + k[c] * covariances[row])
+            drops[row] += (curvature[:, c] * covariances.square()).mean() * gain
+    assert best == int(drops.argmax())
+
+
+def test_integrated_leaves_a_row_that_is_far_from_all_others():
+    noise = GaussianLikelihood(0.3)
+    options = {"level": 5, "bounds": (-4.0, 4.0), "scaling": "none", "embedding": False}
+    model = DAK(nn.Identity(), 1, 1, 1, likelihood=noise, **options).eval()
+    posterior = exact_posterior(model, torch.ones(1, 1), torch.zeros(1, 1))
+    pool = torch.cat([1.5 + 0.2 * torch.randn(30, 1), torch.tensor([[-3.0]])])
+    assert int(acquire(model, posterior, pool, 1, "variance")) == 30
+    assert 30 not in acquire(model, posterior, pool, 2, "integrated").tolist()
 
 
 def information(model, posterior, h, rows, num_samples, seed=0):
@@ -126,7 +184,7 @@ def test_information_of_a_label_is_entropy_minus_expected_entropy(likelihood):
     assert entropies[best] > 0.95 * entropies.max()
 
 
-@pytest.mark.parametrize("method", ["variance", "bald", "batch_bald_greedy", "thompson"])
+@pytest.mark.parametrize("method", get_args(Method))
 @pytest.mark.parametrize("covariance", ["joint", "shared"])
 def test_rows_of_a_batch_are_different_and_do_not_depend_on_chunks(method, covariance):
     model, guide, pool = classes(covariance=covariance)
@@ -136,7 +194,7 @@ def test_rows_of_a_batch_are_different_and_do_not_depend_on_chunks(method, covar
 
 
 @pytest.mark.parametrize("likelihood", ["poisson", "bernoulli"])
-@pytest.mark.parametrize("method", ["variance", "bald"])
+@pytest.mark.parametrize("method", ["variance", "integrated", "bald"])
 def test_other_likelihoods_have_curvatures(likelihood, method):
     model, guide, pool = classes(2, likelihood=likelihood)
     assert len(set(acquire(model, guide, pool, 5, method).tolist())) == 5
@@ -176,6 +234,8 @@ def test_wrong_requests_are_refused():
         acquire(case.model, posterior, pool, 61)
     with pytest.raises(NotImplementedError, match="joint covariance"):
         acquire(case.model, case.guide, pool, 3)
+    with pytest.raises(ValueError, match='`target` is for method="integrated"'):
+        acquire(case.model, posterior, pool, 3, target=pool)
     other = scenarios.make("student_t", guide="natural_joint")
     with pytest.raises(NotImplementedError, match="StudentTLikelihood"):
         acquire(other.model, other.guide, pool, 3)

@@ -76,3 +76,13 @@ def test_wrong_contexts_and_arms_are_refused():
         bandit.update(torch.rand(2), 2, 1.0)
     with pytest.raises(ValueError, match="reward"):
         bandit.update(torch.rand(2), 1, float("nan"))
+
+
+def test_values_at_corners_are_as_alike_for_many_columns_as_for_two():
+    spans = []
+    for D in (2, 8, 32):
+        features = ThompsonBandit(D, 1, num_directions=4).models[0].feature_extractor
+        corners = torch.stack([torch.zeros(D), torch.ones(D)]).double()
+        low, high = features(corners)[:, 0].detach()  # of a column
+        spans.append(float(high - low) * D**0.5)  # of the diagonal, in lengthscales
+    assert spans == pytest.approx([spans[0]] * 3)

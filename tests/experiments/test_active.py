@@ -43,3 +43,18 @@ def test_new_rows_had_no_label(name, strategy):
     assert error >= 0
     assert len(set(rows.tolist())) == 10
     assert not set(rows.tolist()) & set(labelled.tolist())
+
+
+def test_differences_to_dak_are_taken_within_seeds():
+    areas = {"DAK": {0: 0.1, 1: 0.5, 2: 0.9}, "NN, random": {1: 0.7, 0: 0.2}}
+    runs = [
+        {
+            "config": {"dataset": "energy", "model": model, "seed": seed},
+            "metrics": {"area": area, "error": 0.1},
+        }
+        for model, values in areas.items()
+        for seed, area in values.items()
+    ]
+    (row,) = [line for line in active.table(runs).splitlines() if "of 2" in line]
+    assert "-0.1500 ± 0.0500" in row
+    assert "2 of 2" in row
