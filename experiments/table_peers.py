@@ -1,10 +1,10 @@
 """What else people use on tables, behind the interface of `DAKRegressor`: `fit` and `predict_dist`.
 
-They need the extra `peers` (`pip install -e '.[peers]'`), except the deep ensemble. Boosted trees
-stop early on a tenth of the rows, and so do the members of the deep ensemble, each on another.
+Boosted trees need the extra `peers` (`pip install -e '.[peers]'`). They stop early on a tenth of
+the rows. Networks are in `table_networks`.
 """
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,17 @@ import torch
 from sklearn.model_selection import KFold, train_test_split
 from torch import Tensor
 
+from experiments.table_networks import Inputs
 from pyro_dak.diagnostics.arviz import import_optional
-from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.predictive import StudentPrediction
-from pyro_dak.tables.rows import (
-    Rows,
-    default_batch_size,
-    default_epochs,
-    held_out_rows,
-    without,
-)
+from pyro_dak.tables.rows import FEW_ROWS
 
-__all__ = ["PEERS", "CatBoost", "EarlyStoppedEnsemble", "LightGBM", "NGBoost"]
+__all__ = ["PEERS", "CatBoost", "ExactGP", "LightGBM", "NGBoost"]
 
 # The most trees, and after how many without a better score no more are added.
 _TREES, _PATIENCE = 2000, 50
+# Tables of more rows are large, for LightGBM, and of more cells, for NGBoost.
+_MANY_ROWS, _MANY_CELLS = 10_000, 100_000
 
 
 def _normal(mean: Any, var: Any) -> StudentPrediction:
@@ -37,26 +33,34 @@ def _normal(mean: Any, var: Any) -> StudentPrediction:
 class LightGBM:
     """Two boosted models: one of the mean, and one of the logarithm of the squared residual.
 
-    The residuals are out of fold. The variance is scaled so that they have the right size.
+    The residuals are out of fold, and so are the variances that are scaled to have their size. Of
+    large tables one fold of five is enough for that.
     """
 
     def __init__(self, seed: int, trees: int = _TREES):
         self.seed, self.trees = seed, trees
 
     def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train on all rows, and on five folds for the residuals."""
-        residuals = np.empty(len(y))
-        for rows, test in KFold(5, shuffle=True, random_state=self.seed).split(x):
-            residuals[test] = y[test] - self._boosted(x[rows], y[rows]).predict(x[test])
-        self.mean = self._boosted(x, y)
-        floor = 1e-6 * np.mean(residuals**2) + 1e-300
-        self.log_var = self._boosted(x, np.log(residuals**2 + floor))
-        self.factor = np.mean(residuals**2 / np.exp(self.log_var.predict(x)))
+        """Train on all rows, and on folds for the residuals and for the size of variances."""
+        rows, predictions = self._out_of_fold(x, y)
+        squares = (y[rows] - predictions) ** 2
+        logs = np.log(squares + 1e-6 * np.mean(squares) + 1e-300)
+        again, log_var = self._out_of_fold(x[rows], logs)
+        self.factor = np.mean(squares[again] / np.exp(log_var))
+        self.mean, self.log_var = self._boosted(x, y), self._boosted(x[rows], logs)
+
+    def _out_of_fold(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of rows, and predictions of them by models that have not seen them."""
+        folds = [*KFold(5, shuffle=True, random_state=self.seed).split(x)]
+        folds = folds[: 1 if len(x) > _MANY_ROWS else 5]
+        parts = [self._boosted(x[train], y[train]).predict(x[test]) for train, test in folds]
+        return np.concatenate([test for _, test in folds]), np.concatenate(parts)
 
     def _boosted(self, x: np.ndarray, y: np.ndarray) -> Any:
         lightgbm = import_optional("lightgbm")
         x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
-        settings = {"objective": "regression", "learning_rate": 0.05, "num_leaves": 15}
+        num_leaves = 31 if len(x) >= FEW_ROWS else 15
+        settings = {"objective": "regression", "learning_rate": 0.05, "num_leaves": num_leaves}
         settings |= {"seed": self.seed, "num_threads": 1, "verbose": -1}
         return lightgbm.train(
             settings,
@@ -97,7 +101,10 @@ class CatBoost:
 
 
 class NGBoost:
-    """Boosted trees of the parameters of a normal distribution, by natural gradients."""
+    """Boosted trees of the parameters of a normal distribution, by natural gradients.
+
+    It is slow. For large tables it has a fifth of the trees, and five times the learning rate.
+    """
 
     def __init__(self, seed: int, trees: int = _TREES):
         self.seed, self.trees = seed, trees
@@ -105,8 +112,12 @@ class NGBoost:
     def fit(self, x: np.ndarray, y: np.ndarray) -> None:
         """Train on nine tenths of the rows; the others say when to stop."""
         x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
+        share = 5 if x.size > _MANY_CELLS else 1
         self.model = import_optional("ngboost").NGBRegressor(
-            n_estimators=self.trees, random_state=self.seed, verbose=False
+            n_estimators=max(1, self.trees // share),
+            learning_rate=0.01 * share,
+            random_state=self.seed,
+            verbose=False,
         )
         self.model.fit(x, y, X_val=x_val, Y_val=y_val, early_stopping_rounds=_PATIENCE)
 
@@ -116,49 +127,59 @@ class NGBoost:
         return _normal(parameters["loc"], parameters["scale"] ** 2)
 
 
-class EarlyStoppedEnsemble:
-    """A deep ensemble of networks of mean and variance, each of which stops at its own best epoch.
+class ExactGP:
+    """An exact Gaussian process of GPyTorch: Matern 5/2 kernel with a lengthscale for each column.
 
-    `make_network` gives a stack of networks from the number of inputs and a seed, whose `moments`
-    are the mean and the log variance of y.
+    Lengthscales, scale and noise maximise the marginal likelihood, by L-BFGS in double precision.
     """
 
-    def __init__(
-        self, make_network: Callable[[int, int], Any], seed: int, epochs: int | None = None
-    ):
-        self.make_network, self.seed, self.epochs = make_network, seed, epochs
+    def __init__(self, seed: int, iterations: int = 60):
+        self.seed, self.iterations = seed, iterations
 
     def fit(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Train each network without another tenth of the rows."""
-        self.scale = x.mean(0), np.where(x.std(0) > 0, x.std(0), 1), y.mean(), y.std()
-        target = torch.from_numpy((y - self.scale[2]) / self.scale[3]).float().unsqueeze(-1)
-        rows = Rows(self._inputs(x), target, torch.ones(len(x)))
-        self.network: Stack = self.make_network(x.shape[1], self.seed)
-        held_out = held_out_rows(len(x), len(self.network), 0.1, self.seed)
-        epochs = self.epochs or default_epochs(len(x))
-        plan = ensemble_plan(epochs, default_batch_size(len(x)), seed=self.seed)
+        """Train on all rows."""
+        gpytorch = import_optional("gpytorch")
+        self.inputs, self.mean, self.scale = Inputs(x), y.mean(), y.std()
+        rows = self.inputs(x).double(), torch.from_numpy((y - self.mean) / self.scale).double()
 
-        @torch.no_grad()
-        def score_fn() -> Tensor:
-            mean, log_var = (part.gather(1, held_out) for part in self._moments(rows.x))
-            return 0.5 * (log_var + (target[held_out, 0] - mean).square() * (-log_var).exp())
+        class Process(gpytorch.models.ExactGP):  # type: ignore[misc, name-defined]
+            """y ~ GP(constant, s^2 k) with noise."""
 
-        train(self.network, without(rows, held_out), plan, score_fn)
+            def __init__(self) -> None:
+                super().__init__(*rows, gpytorch.likelihoods.GaussianLikelihood())
+                kernel = gpytorch.kernels.MaternKernel(2.5, ard_num_dims=x.shape[1])
+                self.mean, self.kernel = gpytorch.means.ConstantMean(), kernel
+                self.scaled = gpytorch.kernels.ScaleKernel(kernel)
 
-    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        network: Any = self.network
-        return network.moments(x)
+            def forward(self, x: Tensor) -> Any:
+                """The prior at x."""
+                return gpytorch.distributions.MultivariateNormal(self.mean(x), self.scaled(x))
 
-    def _inputs(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy((x - self.scale[0]) / self.scale[1]).float()
+        self.process = Process().double()
+        self.process.kernel.lengthscale = math.sqrt(x.shape[1])
+        evidence = gpytorch.mlls.ExactMarginalLogLikelihood(self.process.likelihood, self.process)
+        optimizer = torch.optim.LBFGS(
+            self.process.parameters(), max_iter=self.iterations, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = -evidence(self.process(rows[0]), rows[1])
+            loss.backward()
+            return loss
+
+        with gpytorch.settings.fast_computations(False, False, False):
+            optimizer.step(closure)
+        self.process.eval()
 
     def predict_dist(self, x: np.ndarray) -> StudentPrediction:
-        """A normal distribution with the moments of the mixture."""
-        with torch.no_grad():
-            mean, log_var = (part.double().numpy() for part in self._moments(self._inputs(x)))
-        mean, var = self.scale[2] + self.scale[3] * mean, self.scale[3] ** 2 * np.exp(log_var)
-        return StudentPrediction(mean.mean(0), mean.var(0), var.mean(0))
+        """A normal distribution for each row, noise included."""
+        settings = import_optional("gpytorch").settings
+        with torch.no_grad(), settings.fast_computations(False, False, False):
+            moments = self.process.likelihood(self.process(self.inputs(x).double()))
+            mean, var = moments.mean.numpy(), moments.variance.numpy()
+        return _normal(self.mean + self.scale * mean, self.scale**2 * var)
 
 
-# Those that need a package of their own, by the name of the package.
-PEERS = {"lightgbm": LightGBM, "catboost": CatBoost, "ngboost": NGBoost}
+# By the names that the comparison gives them.
+PEERS = {"lightgbm": LightGBM, "catboost": CatBoost, "ngboost": NGBoost, "gp": ExactGP}
