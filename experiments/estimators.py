@@ -218,11 +218,13 @@ def difference(splits: Splits, dataset: str, name: str, metric: str) -> Differen
     return Difference(float(np.mean(values)), error, len(values))
 
 
-def differences_table(splits: Splits, metric: str) -> str:
-    """Paired differences of a metric to `DAKRegressor()`, where above zero ours is better."""
-    names = [name for name in COLUMNS if name != OURS and any(key[1] == name for key in splits)]
+def differences_table(
+    splits: Splits, metric: str, sets: Sequence[str] = SETS, columns: Sequence[str] = COLUMNS[1:]
+) -> str:
+    """Paired differences of a metric to ours, where above zero ours is better."""
+    names = [name for name in columns if any(key[1] == name for key in splits)]
     rows = []
-    for dataset in SETS:
+    for dataset in sets:
         found = [difference(splits, dataset, name, metric) for name in names]
         if any(found):
             cells = [f"{d.mean:+.3f} ± {d.error:.3f}" if d else "" for d in found]
@@ -230,13 +232,15 @@ def differences_table(splits: Splits, metric: str) -> str:
     return markdown_table([f"{metric} minus that of {OURS}", *names], rows) if rows else ""
 
 
-def summary(splits: Splits) -> list[str]:
-    """How `DAKRegressor()` stands to each peer, on how many sets."""
+def points_of(
+    splits: Splits, sets: Sequence[str], columns: Sequence[str], metrics: Sequence[str]
+) -> list[str]:
+    """On how many sets ours is better than each other model, where ties count half."""
     lines = []
-    for name in COLUMNS[1:]:
+    for name in columns:
         parts = []
-        for metric in ("nlpd", "crps"):
-            found = {s: difference(splits, s, name, metric) for s in SETS}
+        for metric in metrics:
+            found = {s: difference(splits, s, name, metric) for s in sets}
             points = {s: d.points for s, d in found.items() if d}
             if points:
                 ties = [s for s, p in points.items() if p == 0.5]
@@ -248,7 +252,13 @@ def summary(splits: Splits) -> list[str]:
                 parts.append(f"{sum(points.values()):g} of {len(points)} in {metric.upper()}{note}")
         if parts:
             lines.append(f"- Against `{name}`: {'; '.join(parts)}.")
-    return lines + _rmse_and_coverage(splits)
+    return lines
+
+
+def summary(splits: Splits) -> list[str]:
+    """How `DAKRegressor()` stands to each peer, on how many sets."""
+    points = points_of(splits, SETS, COLUMNS[1:], ("nlpd", "crps"))
+    return points + _rmse_and_coverage(splits)
 
 
 def _rmse_and_coverage(splits: Splits) -> list[str]:
@@ -316,7 +326,12 @@ def _mean_and_error(values: Sequence[float]) -> str:
     return f"{np.mean(values):+.3f} ± {np.std(values, ddof=1) / math.sqrt(len(values)):.3f}"
 
 
-def metric_rows(scores: Scores, sets: Sequence[str], columns: Sequence[str]) -> list[list[str]]:
+def metric_rows(
+    scores: Scores,
+    sets: Sequence[str],
+    columns: Sequence[str],
+    metrics: Sequence[str] = METRICS,
+) -> list[list[str]]:
     """Means and standard errors over the splits, one row per data set and metric.
 
     A mean over fewer splits than others of its row says so.
@@ -324,7 +339,7 @@ def metric_rows(scores: Scores, sets: Sequence[str], columns: Sequence[str]) -> 
     rows = []
     for dataset in [name for name in sets if any(key[0] == name for key in scores)]:
         splits = max(len(scores.get((dataset, name), [])) for name in columns)
-        for metric in METRICS:
+        for metric in metrics:
             cells = []
             for name in columns:
                 mean, error = average(scores, dataset, name, metric)

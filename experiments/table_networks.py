@@ -15,7 +15,13 @@ from pyro_dak.tables.ensemble import Stack, ensemble_plan, train
 from pyro_dak.tables.predictive import Calibration, StudentPrediction, calibrate
 from pyro_dak.tables.rows import Rows, default_batch_size, default_epochs, held_out_rows, without
 
-__all__ = ["Inputs", "NetworkRegressor", "StackedMLP", "train_with_early_stopping"]
+__all__ = [
+    "InputColumns",
+    "NetworkClassifier",
+    "NetworkRegressor",
+    "StackedMLP",
+    "train_with_early_stopping",
+]
 
 # The widths of `DAKRegressor()`.
 HIDDEN = (64, 32, 64)
@@ -110,7 +116,7 @@ def train_with_early_stopping(
     return held_out
 
 
-class Inputs:
+class InputColumns:
     """Columns as standardised numbers, with piecewise-linear embeddings if asked for.
 
     An embedded column becomes, beside itself, the shares of bins between quantiles that lie below
@@ -161,7 +167,7 @@ class NetworkRegressor:
 
     def fit(self, x: np.ndarray, y: np.ndarray) -> None:
         """Train, and find out how wide the predictions should have been on held-out rows."""
-        self.inputs, self.mean, self.scale = Inputs(x, self.is_embedded), y.mean(), y.std()
+        self.inputs, self.mean, self.scale = InputColumns(x, self.is_embedded), y.mean(), y.std()
         target = torch.from_numpy((y - self.mean) / self.scale).float().unsqueeze(-1)
         rows = Rows(self.inputs(x), target, torch.ones(len(x)))
         widths = (rows.x.shape[1], *self.hidden, 2 if self.kind == "noise" else 1)
@@ -192,3 +198,33 @@ class NetworkRegressor:
         return StudentPrediction(
             self.mean + self.scale * mean.mean(0), factor * mean.var(0), factor * var, df
         )
+
+
+class NetworkClassifier:
+    """A deep ensemble of classes behind the interface of `DAKClassifier`.
+
+    Args:
+        size: the number of networks.
+        seed: of weights, held-out rows and batches.
+        epochs: by default those of `DAKClassifier`.
+        learning_rate: at the peak of the one-cycle schedule.
+    """
+
+    def __init__(
+        self, size: int, seed: int, epochs: int | None = None, learning_rate: float = 1e-2
+    ):
+        self.size, self.seed, self.epochs = size, seed, epochs
+        self.learning_rate = learning_rate
+
+    def fit(self, x: np.ndarray, labels: np.ndarray) -> None:
+        """Train; labels are 0 to K - 1."""
+        self.inputs = InputColumns(x)
+        rows = Rows(self.inputs(x), torch.from_numpy(labels), torch.ones(len(x)))
+        widths = (rows.x.shape[1], *HIDDEN, int(labels.max()) + 1)
+        self.network = StackedMLP(widths, self.size, self.seed, "classes")
+        train_with_early_stopping(self.network, rows, self.seed, self.epochs, self.learning_rate)
+
+    def predict_proba(self, x: np.ndarray) -> np.ndarray:
+        """The mean of the members' probabilities, `(N, K)`."""
+        with torch.no_grad():
+            return self.network.outputs(self.inputs(x)).double().softmax(1).mean(0).mT.numpy()

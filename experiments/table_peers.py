@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.model_selection import KFold, train_test_split
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from experiments.table_networks import Inputs
+from experiments.table_networks import InputColumns
 from pyro_dak.diagnostics.arviz import import_optional
 from pyro_dak.tables.predictive import StudentPrediction
 from pyro_dak.tables.rows import FEW_ROWS
 
-__all__ = ["PEERS", "CatBoost", "ExactGP", "LightGBM", "NGBoost"]
+__all__ = ["CLASSIFIERS", "PEERS"]
 
 # The most trees, and after how many without a better score no more are added.
 _TREES, _PATIENCE = 2000, 50
@@ -28,6 +31,20 @@ _MANY_ROWS, _MANY_CELLS = 10_000, 100_000
 def _normal(mean: Any, var: Any) -> StudentPrediction:
     mean, var = np.asarray(mean, dtype=np.float64), np.asarray(var, dtype=np.float64)
     return StudentPrediction(mean, np.zeros_like(mean), np.maximum(var, 1e-12))
+
+
+def _boosted_trees(model: Any, train: Any, held_out: Any, objective: dict[str, Any]) -> Any:
+    """A model of LightGBM with the trees and the seed of `model`, stopped by the held-out rows."""
+    lightgbm = import_optional("lightgbm")
+    num_leaves = 31 if len(train[0]) >= FEW_ROWS else 15
+    settings = {"learning_rate": 0.05, "num_leaves": num_leaves, "num_threads": 1, "verbose": -1}
+    return lightgbm.train(
+        settings | {"seed": model.seed} | objective,
+        lightgbm.Dataset(*train),
+        model.trees,
+        valid_sets=[lightgbm.Dataset(*held_out)],
+        callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False)],
+    )
 
 
 class LightGBM:
@@ -57,18 +74,8 @@ class LightGBM:
         return np.concatenate([test for _, test in folds]), np.concatenate(parts)
 
     def _boosted(self, x: np.ndarray, y: np.ndarray) -> Any:
-        lightgbm = import_optional("lightgbm")
         x, x_val, y, y_val = train_test_split(x, y, test_size=0.1, random_state=self.seed)
-        num_leaves = 31 if len(x) >= FEW_ROWS else 15
-        settings = {"objective": "regression", "learning_rate": 0.05, "num_leaves": num_leaves}
-        settings |= {"seed": self.seed, "num_threads": 1, "verbose": -1}
-        return lightgbm.train(
-            settings,
-            lightgbm.Dataset(x, y),
-            self.trees,
-            valid_sets=[lightgbm.Dataset(x_val, y_val)],
-            callbacks=[lightgbm.early_stopping(_PATIENCE, verbose=False)],
-        )
+        return _boosted_trees(self, (x, y), (x_val, y_val), {"objective": "regression"})
 
     def predict_dist(self, x: np.ndarray) -> StudentPrediction:
         """A normal distribution for each row."""
@@ -139,7 +146,7 @@ class ExactGP:
     def fit(self, x: np.ndarray, y: np.ndarray) -> None:
         """Train on all rows."""
         gpytorch = import_optional("gpytorch")
-        self.inputs, self.mean, self.scale = Inputs(x), y.mean(), y.std()
+        self.inputs, self.mean, self.scale = InputColumns(x), y.mean(), y.std()
         rows = self.inputs(x).double(), torch.from_numpy((y - self.mean) / self.scale).double()
 
         class Process(gpytorch.models.ExactGP):  # type: ignore[misc, name-defined]
@@ -181,5 +188,83 @@ class ExactGP:
         return _normal(self.mean + self.scale * mean, self.scale**2 * var)
 
 
+class _Trees:
+    """Boosted trees of classes, which stop early on a tenth of the rows."""
+
+    model: Any
+
+    def __init__(self, seed: int, trees: int = _TREES):
+        self.seed, self.trees = seed, trees
+
+    def _parts(self, x: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+        return train_test_split(
+            x, labels, test_size=0.1, random_state=self.seed, stratify=_stratified(labels)
+        )
+
+    def predict_proba(self, x: np.ndarray) -> np.ndarray:
+        """Probabilities of the classes, `(N, K)`."""
+        return self.model.predict_proba(x)
+
+
+def _stratified(labels: np.ndarray) -> np.ndarray | None:
+    """The labels, if each has a row for the part that is held out."""
+    return labels if np.bincount(labels).min() >= 10 else None
+
+
+class LightGBMClassifier(_Trees):
+    """The loss `multiclass` of LightGBM."""
+
+    def fit(self, x: np.ndarray, labels: np.ndarray) -> None:
+        """Train on nine tenths of the rows; the others say when to stop."""
+        x, x_val, labels, labels_val = self._parts(x, labels)
+        objective = {"objective": "multiclass", "num_class": 1 + int(labels.max())}
+        self.model = _boosted_trees(self, (x, labels), (x_val, labels_val), objective)
+
+    def predict_proba(self, x: np.ndarray) -> np.ndarray:
+        """Probabilities of the classes, `(N, K)`."""
+        return self.model.predict(x)
+
+
+class CatBoostClassifier(_Trees):
+    """`CatBoostClassifier`."""
+
+    def fit(self, x: np.ndarray, labels: np.ndarray) -> None:
+        """Train on nine tenths of the rows; the others say when to stop."""
+        x, x_val, labels, labels_val = self._parts(x, labels)
+        self.model = import_optional("catboost").CatBoostClassifier(
+            loss_function="MultiClass",
+            iterations=self.trees,
+            random_seed=self.seed,
+            thread_count=1,
+            verbose=False,
+            allow_writing_files=False,
+        )
+        self.model.fit(x, labels, eval_set=(x_val, labels_val), early_stopping_rounds=_PATIENCE)
+
+
+class Logistic:
+    """Logistic regression on standardised columns, whose penalty five folds choose by the loss."""
+
+    def __init__(self, seed: int, iterations: int = 1000):
+        self.seed, self.iterations = seed, iterations
+
+    def fit(self, x: np.ndarray, labels: np.ndarray) -> None:
+        """Train on all rows."""
+        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=self.iterations))
+        penalties = {"logisticregression__C": np.logspace(-3, 2, 6)}
+        folds = StratifiedKFold(5, shuffle=True, random_state=self.seed)
+        self.model = GridSearchCV(model, penalties, scoring="neg_log_loss", cv=folds)
+        self.model.fit(x, labels)
+
+    def predict_proba(self, x: np.ndarray) -> np.ndarray:
+        """Probabilities of the classes, `(N, K)`."""
+        return self.model.predict_proba(x)
+
+
 # By the names that the comparison gives them.
 PEERS = {"lightgbm": LightGBM, "catboost": CatBoost, "ngboost": NGBoost, "gp": ExactGP}
+CLASSIFIERS = {
+    "lightgbm": LightGBMClassifier,
+    "catboost": CatBoostClassifier,
+    "logistic": Logistic,
+}

@@ -8,7 +8,7 @@ from torch import nn
 from experiments import estimators, table_peers
 from experiments.runs import read_runs
 from experiments.table_networks import (
-    Inputs,
+    InputColumns,
     NetworkRegressor,
     StackedMLP,
     train_with_early_stopping,
@@ -157,7 +157,7 @@ def test_early_stopping_does_not_train_a_member_on_its_held_out_rows():
 
 def test_embedded_columns_add_up_to_the_column_between_quantiles():
     x = np.random.default_rng(0).normal(size=(50, 1))
-    encoded = Inputs(x, is_embedded=True)(x).double().numpy()
+    encoded = InputColumns(x, is_embedded=True)(x).double().numpy()
     edges = np.quantile(x[:, 0], np.linspace(0, 1, 17))
     np.testing.assert_allclose(encoded[:, 1:] @ np.diff(edges) + edges[0], x[:, 0], atol=1e-6)
 
