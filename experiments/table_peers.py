@@ -23,7 +23,7 @@ from pyro_dak.tables.rows import FEW_ROWS
 __all__ = ["CLASSIFIERS", "PEERS"]
 
 # The most trees, and after how many without a better score no more are added.
-_TREES, _PATIENCE = 2000, 50
+_TREES, _PATIENCE = 2000, 200
 # Tables of more rows are large, for LightGBM, and of more cells, for NGBoost.
 _MANY_ROWS, _MANY_CELLS = 10_000, 100_000
 
