@@ -9,7 +9,8 @@
 package interpret without and with pairs, and `LinearGAM` of pyGAM with its smoothness from a grid
 search, on random 90/10 splits. (pyGAM asks for an older scipy, and works with newer ones.)
 `simulated` draws tables of six independent columns, whose functions are known, and counts where the
-95 % bands of the shape functions hold them. A run that is recorded already is not made again.
+95 % bands of the shape functions hold them. In `simulated classes` the functions add up to the log
+odds of two classes. A run that is recorded already is not made again.
 """
 
 import math
@@ -28,11 +29,11 @@ from experiments.datasets import load_regression
 from experiments.estimators import average, metric_rows, score, scores_of
 from experiments.report import announce_report, markdown_table
 from experiments.runs import Job, Line, result_directory, run_all, start
-from pyro_dak.tables.additive import DAKAdditiveRegressor
+from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
 from pyro_dak.validation import check_choice
 
 SETS = ("housing", "energy", "yacht")
-SIMULATED = "simulated"
+SIMULATED, CLASSES = "simulated", "simulated classes"
 MODELS = ("dak", "dak_pairs", "ebm", "ebm_pairs", "pygam")
 HEADLINE = {"rmse": "RMSE", "coverage_95": "95 % coverage", "fit_seconds": "s"}
 # The functions of the simulated columns, and the numbers of rows and the noise of its tables.
@@ -44,7 +45,8 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "bump": lambda x: 1.5 * np.exp(-4 * x**2),
     "nothing": np.zeros_like,
 }
-ROWS, NOISE = (300, 1000), (0.3, 1.0)
+ROWS, NOISE, ROWS_OF_CLASSES = (300, 1000), (0.3, 1.0), (300, 1000, 3000)
+_REAL = (*SETS, "diabetes")
 # Seed of the splits; others were used while the settings were chosen.
 _SPLITS = 2026
 
@@ -94,8 +96,9 @@ def make_job(dataset: str, name: str, split: int, max_rows: int | None = None) -
 def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> dict[str, Any]:
     """Train on nine tenths of the rows, test on the rest; or simulate."""
     torch.set_num_threads(1)
-    if job.dataset == SIMULATED:
-        return {"metrics": simulate(job.settings["split"], job.settings["max_rows"])}
+    if job.dataset in (SIMULATED, CLASSES):
+        simulate_fn = simulate if job.dataset == SIMULATED else simulate_classes
+        return {"metrics": simulate_fn(job.settings["split"], job.settings["max_rows"])}
     split, max_rows = job.settings["split"], job.settings["max_rows"]
     x, y = (part.double().numpy() for part in load_regression(job.dataset, data_root))
     order = np.random.default_rng((_SPLITS, split)).permutation(len(x))[:max_rows]
@@ -123,31 +126,58 @@ def simulate(seed: int, max_rows: int | None = None) -> dict[str, dict[str, floa
     Columns are normal for even seeds, and uniform for odd ones. Coverage is counted at 99 quantiles
     of each column; functions and bands are centred over the training rows.
     """
-    metrics: dict[str, dict[str, float]] = {}
-    by_function: dict[str, list[float]] = {name: [] for name in FUNCTIONS}
+    tables = {}
     for N in ROWS if max_rows is None else (max_rows,):
         for noise in NOISE:
             rng = np.random.default_rng((_SPLITS, seed, N, int(10 * noise)))
-            shape = (N, len(FUNCTIONS))
-            x = rng.uniform(-2, 2, shape) if seed % 2 else rng.standard_normal(shape)
-            f = np.stack([fn(x[:, j]) for j, fn in enumerate(FUNCTIONS.values())], 1)
+            x, f = _simulated_columns(rng, N, seed)
             y = f.sum(1) + noise * rng.standard_normal(N)
-            model = DAKAdditiveRegressor().fit(x, y)
-            inside = []
-            for j, (name, fn) in enumerate(FUNCTIONS.items()):
-                grid = np.quantile(x[:, j], np.linspace(0.01, 0.99, 99))
-                band = model.shape_function(j, grid)
-                truth = fn(grid) - f[:, j].mean()
-                inside.append(float(np.mean((band.lower <= truth) & (truth <= band.upper))))
-                by_function[name].append(inside[-1])
-            metrics[f"N={N}, noise {noise}"] = {"coverage_95": float(np.mean(inside))}
-    metrics |= {name: {"coverage_95": float(np.mean(c))} for name, c in by_function.items()}
-    return metrics
+            tables[f"N={N}, noise {noise}"] = _covered(DAKAdditiveRegressor().fit(x, y), x, f)
+    return _coverage(tables)
+
+
+def simulate_classes(seed: int, max_rows: int | None = None) -> dict[str, dict[str, float]]:
+    """The same for two classes, where the functions are those of the log odds of the second."""
+    tables = {}
+    for N in ROWS_OF_CLASSES if max_rows is None else (max_rows,):
+        rng = np.random.default_rng((_SPLITS, seed, N))
+        x, f = _simulated_columns(rng, N, seed)
+        labels = rng.uniform(size=N) < 1 / (1 + np.exp(-f.sum(1)))
+        tables[f"classes, N={N}"] = _covered(DAKAdditiveClassifier().fit(x, labels), x, f)
+    return _coverage(tables)
+
+
+def _simulated_columns(
+    rng: np.random.Generator, num_rows: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Columns, `(N, 6)`, and the values of their functions."""
+    shape = (num_rows, len(FUNCTIONS))
+    x = rng.uniform(-2, 2, shape) if seed % 2 else rng.standard_normal(shape)
+    return x, np.stack([fn(x[:, j]) for j, fn in enumerate(FUNCTIONS.values())], 1)
+
+
+def _covered(model: Any, x: np.ndarray, f: np.ndarray) -> dict[str, float]:
+    """The share of quantiles of each column at which the band of its function holds the truth."""
+    shares = {}
+    for j, (name, fn) in enumerate(FUNCTIONS.items()):
+        grid = np.quantile(x[:, j], np.linspace(0.01, 0.99, 99))
+        band = model.shape_function(j, grid)
+        truth = fn(grid) - f[:, j].mean()
+        shares[name] = float(np.mean((band.lower <= truth) & (truth <= band.upper)))
+    return shares
+
+
+def _coverage(tables: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Means over the functions of each table, and over the tables for each function."""
+    means = {name: float(np.mean([*shares.values()])) for name, shares in tables.items()}
+    for name in FUNCTIONS:
+        means[name] = float(np.mean([shares[name] for shares in tables.values()]))
+    return {name: {"coverage_95": mean} for name, mean in means.items()}
 
 
 def summary(runs: list[Line]) -> list[str]:
     """The ratios that matter, as a list in Markdown."""
-    scores, lines = scores_of([r for r in runs if r["config"]["dataset"] != SIMULATED]), []
+    scores, lines = scores_of([r for r in runs if r["config"]["dataset"] in _REAL]), []
     for ours, theirs, most in (("dak", "ebm", 1.02), ("dak_pairs", "ebm_pairs", 1.05)):
         for dataset in SETS:
             mine, other = (average(scores, dataset, name, "rmse")[0] for name in (ours, theirs))
@@ -162,20 +192,24 @@ def summary(runs: list[Line]) -> list[str]:
 
 def table(runs: list[Line]) -> str:
     """Means over the splits, the ratios, and the coverage of bands, as Markdown."""
-    real = [line for line in runs if line["config"]["dataset"] != SIMULATED]
-    rows = metric_rows(scores_of(real), (*SETS, "diabetes"), MODELS)
+    real = [line for line in runs if line["config"]["dataset"] in _REAL]
+    rows = metric_rows(scores_of(real), _REAL, MODELS)
     lines = [markdown_table(["set", "splits", "metric", *MODELS], rows), "", *summary(runs)]
-    bands = [line["metrics"] for line in runs if line["config"]["dataset"] == SIMULATED]
-    if bands:
-        names = list(bands[0])
-        cells = []
-        for name in names:
-            values = [band[name]["coverage_95"] for band in bands if name in band]
-            error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-            cells.append([name, f"{np.mean(values):.3f} ± {error:.3f}", f"{min(values):.3f}"])
-        head = ["simulated", f"coverage of 95 % bands, {len(bands)} seeds", "least"]
-        lines += ["", markdown_table(head, cells)]
+    for dataset in (SIMULATED, CLASSES):
+        bands = [line["metrics"] for line in runs if line["config"]["dataset"] == dataset]
+        if bands:
+            lines += ["", _table_of_bands(dataset, bands)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _table_of_bands(title: str, bands: list[dict[str, dict[str, float]]]) -> str:
+    """Means over the seeds of the coverage of bands, and the least of each."""
+    cells = []
+    for name in bands[0]:
+        values = [band[name]["coverage_95"] for band in bands if name in band]
+        error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        cells.append([name, f"{np.mean(values):.3f} ± {error:.3f}", f"{min(values):.3f}"])
+    return markdown_table([title, f"coverage of 95 % bands, {len(bands)} seeds", "least"], cells)
 
 
 def main(
@@ -192,8 +226,9 @@ def main(
     """Make the runs, then write the table."""
     max_rows = 80 if quick else None
     jobs = []
-    for name in dataset or (["diabetes", SIMULATED] if quick else [SIMULATED, *SETS]):
-        if name == SIMULATED:
+    every = ["diabetes", SIMULATED, CLASSES] if quick else [SIMULATED, CLASSES, *SETS]
+    for name in dataset or every:
+        if name in (SIMULATED, CLASSES):
             number, models = 1 if quick else seeds, ["dak"]
         else:
             number, models = 1 if quick else splits, model or (MODELS[:2] if quick else MODELS)

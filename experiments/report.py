@@ -57,6 +57,7 @@ EXPERIMENTS = (
     "additive",
     "bandit",
     "bench",
+    "classifiers",
     "cost",
     "coverage",
     "estimators",

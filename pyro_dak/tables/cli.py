@@ -154,14 +154,18 @@ def fit(
     target: Annotated[str, typer.Option(help="The column to predict.")],
     out: Annotated[Path, typer.Option(help="The directory for the model.")],
     task: Annotated[str | None, typer.Option(help="regression or classification.")] = None,
-    ensemble_size: Annotated[int, typer.Option(help="The number of networks.", min=1)] = 5,
+    ensemble_size: Annotated[
+        int | None, typer.Option(help="The number of networks; 5.", min=1)
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the rows.", min=1)] = None,
     drop: Annotated[list[str] | None, typer.Option(help="A column to leave out.")] = None,
     categorical: Annotated[list[str] | None, typer.Option(help="A column of categories.")] = None,
     additive: Annotated[bool, typer.Option("--additive", help="A sum of columns instead.")] = False,
     pairs: Annotated[int, typer.Option(help="With --additive: pairs of columns.", min=0)] = 0,
     delimiter: Delimiter = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same model.", min=0)] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same networks; 0.", min=0)
+    ] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -180,8 +184,17 @@ def fit(
         raise typer.BadParameter("must be regression or classification.", param_hint="--task")
     if pairs and not additive:
         raise typer.BadParameter("is for --additive only.", param_hint="--pairs")
+    networks = {"--ensemble-size": ensemble_size, "--epochs": epochs, "--seed": seed}
+    given = [name for name, value in networks.items() if value is not None]
+    if additive and given:
+        raise typer.BadParameter(
+            "is for networks. With --additive there is one model, without epochs and without "
+            "chance. Leave one of the two out.",
+            param_hint=" / ".join(given),
+        )
     check_replaceable(out, force, "--force")
-    options = {"epochs": epochs, "random_state": seed, "progress": _has_bars(quiet)}
+    options = {"epochs": epochs, "random_state": seed or 0, "progress": _has_bars(quiet)}
+    ensemble_size = 5 if ensemble_size is None else ensemble_size
     if is_parquet(table) and is_large(table):
         if additive:
             raise TableError(

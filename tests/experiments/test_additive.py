@@ -11,10 +11,11 @@ from tests.experiments.command import invoke
 def test_comparison_runs_resumes_and_writes_its_table(tmp_path):
     for _ in range(2):
         output = invoke(additive.main, "--quick", "--out", tmp_path)
-    assert "3 of 3 runs are recorded already; 0 to make" in output
+    assert "4 of 4 runs are recorded already; 0 to make" in output
     runs = {(r["config"]["dataset"], r["config"]["model"]): r for r in read_runs(tmp_path)}
     assert np.isfinite(runs["diabetes", "dak_pairs"]["metrics"]["dak_pairs"]["nlpd"])
-    assert set(additive.FUNCTIONS) <= set(runs["simulated", "dak"]["metrics"])
+    for name in ("simulated", "simulated classes"):
+        assert set(additive.FUNCTIONS) <= set(runs[name, "dak"]["metrics"])
     text = (tmp_path / "table.md").read_text()
     assert "coverage of 95 % bands, 1 seeds" in text
 

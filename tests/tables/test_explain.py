@@ -151,6 +151,15 @@ def test_pairs_need_an_additive_model(tmp_path):
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize("option", ["--epochs", "--ensemble-size", "--seed"])
+def test_options_of_networks_are_refused_for_additive_models(option, tmp_path):
+    arguments = ("fit", "x.csv", "--target", "y", "--out", tmp_path / "m", "--additive")
+    result = run(*arguments, option, 2)
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert "is for networks" in result.stderr
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_page(tmp_path):
     """Chromium draws all pictures, and runs nothing that a name of a column holds."""
