@@ -1,7 +1,8 @@
 """DAK behind the interface of the boards: on tables and on images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +23,14 @@ from pyro_dak import (
     GaussianLikelihood,
     HeteroscedasticLikelihood,
     LaplaceKernel,
+    MaternKernel,
     MeanFieldGuide,
     NaturalGuide,
     NormalPrior,
+    RBFKernel,
 )
 from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.scaling import Standardize
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.inference.guides.natural import Covariance
@@ -35,9 +39,10 @@ from pyro_dak.prediction import ClassPrediction, Prediction
 from pyro_dak.training.loop import DAKLoss
 from pyro_dak.training.natural import build_learner
 from pyro_dak.training.plan import History
-from pyro_dak.validation import check_positive
+from pyro_dak.validation import check_choice, check_positive
 
 __all__ = [
+    "KERNELS",
     "DAKBaseline",
     "DAKOnImages",
     "DAKOnTables",
@@ -45,6 +50,14 @@ __all__ = [
     "build_on_images",
     "build_on_tables",
 ]
+
+# The paper's kernel is the first. The others have no sparse factor, and phi is a dense matrix.
+KERNELS: dict[str, Callable[..., Kernel]] = {
+    "laplace": LaplaceKernel,
+    "matern32": partial(MaternKernel, nu=1.5),
+    "matern52": partial(MaternKernel, nu=2.5),
+    "rbf": RBFKernel,
+}
 
 
 class DAKBaseline(Baseline):
@@ -209,9 +222,11 @@ def build_on_tables(
     residual_variance: bool = False,
     unit_scale: float | None = None,
     joint_posterior: bool = False,
+    kernel: str = "laplace",
     **options: Any,
 ) -> DAKOnTables:
     """The DAK of the paper with an objective; the options are described in `dak_cf.build`."""
+    check_choice("kernel", kernel, KERNELS)
     kind = HeteroscedasticLikelihood if heteroscedastic else GaussianLikelihood
     with seeded(recipe.seed):
         model = dak.build(
@@ -222,7 +237,7 @@ def build_on_tables(
             level,
             kind(noise_scale, learn_noise),
             bounds=bounds,
-            kernel=LaplaceKernel(lengthscale, learn=learn_lengthscale),
+            kernel=KERNELS[kernel](lengthscale, learn=learn_lengthscale),
             **options,
         )
         if unit_scale is not None:
@@ -253,8 +268,10 @@ def build_on_images(
     num_std: float | None = None,
     unit_scale: float | None = None,
     embedding: bool = True,
+    kernel: str = "laplace",
 ) -> DAKOnImages:
     """A DAK on features; the options are described in `models/images/dak_mc.py`."""
+    check_choice("kernel", kernel, KERNELS)
     with seeded(recipe.seed):
         model = DAK(
             features,
@@ -263,7 +280,7 @@ def build_on_images(
             num_classes,
             level,
             bounds,
-            LaplaceKernel(lengthscale),
+            KERNELS[kernel](lengthscale),
             CategoricalLikelihood(),
             scaling,
             embedding,
