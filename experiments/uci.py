@@ -428,7 +428,7 @@ def misses(key: Key, summaries: Summaries) -> list[str]:
 
 
 def table(runs: list[Line]) -> str:
-    """Means over folds beside the paper's RMSE and NLPD, and what the leak is worth, as Markdown."""
+    """Means over folds beside the paper's numbers, and what the leak is worth, as Markdown."""
     text = (
         "Mean ± standard deviation over folds. *paper*: printed in the paper's Table 1. NLPD is "
         "that of the full predictive distribution. The paper's formula has a noise variance fixed "

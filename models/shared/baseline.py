@@ -94,7 +94,7 @@ class Baseline(ABC):
         if self.history.rows and not keep_weights:
             raise RuntimeError(
                 "`fit` was called before, and a second call would start from weights that have "
-                "seen other rows. Build a fresh model, or pass `keep_weights=True` if you mean that."
+                "seen other rows. Build a fresh model, or pass `keep_weights=True` if you mean it."
             )
         device = self.recipe.device
         self.history = self.train(x.to(device), y.to(device), callbacks, checkpoint_dir)

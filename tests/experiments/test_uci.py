@@ -89,7 +89,7 @@ def test_fresh_runs_have_the_key_that_they_had_before():
 
 
 def test_settings_are_chosen_without_the_test_rows():
-    x, y = load_regression("diabetes")
+    x, _ = load_regression("diabetes")
     test_rows = uci.folds(len(x), 5)[1]
     rows, _ = uci.rows_of(uci.make_job("diabetes", "nn", "paper", 1, 5, held_out=True))
     used = torch.cat([rows["x"], rows["x_test"]])

@@ -1,4 +1,4 @@
-"""The network of a mean and a variance: it learns both, and its factor is that of the likelihood."""
+"""The network of a mean and a variance: what it learns, and its calibration."""
 
 from dataclasses import replace
 
