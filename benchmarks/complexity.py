@@ -88,8 +88,9 @@ CASES = (
     Case("M", "nn_svgp", "num_inducing", (64, 128, 256, 512), is_prediction=True),
     Case("S", "dak_mc", "num_samples_test", (20, 80, 320), is_prediction=True),
 )
-# A setting of the recipe, or the number of rows of the batch, where the axis is another one.
+# Rows of a batch where the axis is another one.
 _NUM_ROWS = {"avdkl": 64}
+_USUAL_ROWS = 256
 
 
 def _build(case: Case, value: int) -> Baseline:
@@ -108,7 +109,7 @@ def _build(case: Case, value: int) -> Baseline:
 
 
 def _batch(case: Case, value: int) -> tuple[Tensor, Tensor]:
-    num_rows = value if case.option == "rows" else _NUM_ROWS.get(case.name, 256)
+    num_rows = value if case.option == "rows" else _NUM_ROWS.get(case.name, _USUAL_ROWS)
     torch.manual_seed(0)
     if case.is_classifier:
         return torch.randn(num_rows, FEATURE_DIM), torch.randint(value, (num_rows,))
@@ -118,11 +119,11 @@ def _batch(case: Case, value: int) -> tuple[Tensor, Tensor]:
 def _call(case: Case, value: int) -> Step:
     """One training step, or one prediction after a step."""
     model, (x, y) = _build(case, value), _batch(case, value)
-    model.prepare(x[:512], y[:512])
+    model.prepare(x, y)
     step: Callable[[Tensor, Tensor], None] = training_step(model, NUM_DATA)
     if not case.is_prediction:
         return partial(step, x, y)
-    step(x[:256], y[:256])
+    step(x[:_USUAL_ROWS], y[:_USUAL_ROWS])
     return partial(model.predict, x)
 
 
