@@ -18,7 +18,7 @@ from typing import Any
 import pyro
 import torch
 
-from benchmarks import growth, images, natural, race, serving, training
+from benchmarks import complexity, growth, images, natural, race, serving, training
 from benchmarks.steps import Row
 
 __all__ = ["CASES", "format_rows", "main", "measure", "run"]
@@ -29,6 +29,7 @@ CASES: dict[str, Callable[[int, bool], list[Row]]] = {
     "natural": natural.run,
     "serving": serving.run,
     "growth": growth.run,
+    "complexity": complexity.run,
     "race": race.run,
 }
 
@@ -59,15 +60,19 @@ def format_rows(table: list[Row]) -> str:
         "| case | threads | setting | name | ms | ratio | of | MB | rows/s |",
         "|---" * 9 + "|",
     ]
-    slopes = ["| threads | growth with | from | to | time | memory |", "|---" * 6 + "|"]
+    slopes = [
+        "| threads | growth with | name | from | to | time | at the end | memory |",
+        "|---" * 8 + "|",
+    ]
     for row in table:
         head = f"| {row['case']} | {row['threads']} | {row['setting']} | {row['name']}"
         if "slope_of_time" in row:
             sizes = f"{row['sizes'][0]} | {row['sizes'][-1]}"
             axis = row["setting"].removeprefix("growth with ")
             slopes.append(
-                f"| {row['threads']} | {axis} | {sizes} | {row['slope_of_time']:.2f} "
-                f"| {row['slope_of_memory']:.2f} |"
+                f"| {row['threads']} | {axis} | {row['name']} | {sizes} "
+                f"| {row['slope_of_time']:.2f} | {_cell(row.get('slope_at_the_end'), 2)} "
+                f"| {_cell(row.get('slope_of_memory'), 2)} |"
             )
             continue
         time = f"{_cell(row.get('milliseconds'), 2)} ± {_cell(row.get('spread'), 2)}".strip(" ±")

@@ -258,13 +258,17 @@ class Key(NamedTuple):
     epochs: int
     fixed_features: bool
     pretrained_epochs: int | None
+    max_rows: int | None = None
+    full: bool = False
 
     @classmethod
     def of(cls, run: Line) -> "Key":
         """The key of a run."""
         config, recipe = run["config"], run["config"]["recipe"]
         sizes = (recipe["batch_size"], recipe["epochs"], recipe["fixed_features"])
-        return cls(config["preset"], config["model"], *sizes, config.get("pretrained_epochs"))
+        rows = (config.get("max_rows"), config.get("full", False))
+        pretrained = config.get("pretrained_epochs")
+        return cls(config["preset"], config["model"], *sizes, pretrained, *rows)
 
     @property
     def all_epochs(self) -> str:
@@ -274,10 +278,18 @@ class Key(NamedTuple):
         return f"{self.pretrained_epochs} + {self.epochs}"
 
     @property
+    def images(self) -> str:
+        """Which images of the set there are, of those for training and of those for testing."""
+        if self.max_rows is not None:
+            return f"first {self.max_rows}"
+        return "full" if self.full else "all"
+
+    @property
     def label(self) -> str:
         """A short name in figures."""
         tuned = " fine-tuned" if self.fixed_features else ""
-        return f"{self.model}{tuned}, batch {self.batch_size}, {self.all_epochs} epochs"
+        images = "" if self.images == "all" else f", {self.images} images"
+        return f"{self.model}{tuned}, batch {self.batch_size}, {self.all_epochs} epochs{images}"
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -285,7 +297,9 @@ class Key(NamedTuple):
         others = ["dak_jensen", "dak_features", "dak_natural"]
         order = ["nn", "nn_bn", *paper.MODELS.values(), *others]
         position = order.index(self.model) if self.model in order else len(order)
-        return self.preset, self.batch_size, position, self.epochs, self.pretrained_epochs or 0
+        rows = (self.full, self.max_rows or 0)
+        budget = (self.epochs, self.pretrained_epochs or 0, self.fixed_features)
+        return self.preset, rows, self.batch_size, position, budget
 
 
 Summaries = dict[Key, dict[str, Any]]
@@ -318,7 +332,7 @@ def aggregate(runs: list[Line]) -> Summaries:
 
 
 def _place_of_run(run: Line) -> tuple[Any, ...]:
-    return *Key.of(run), *(run["config"].get(name) for name in ("seed", "full", "max_rows"))
+    return *Key.of(run), run["config"]["seed"]
 
 
 def _summary(group: list[Line]) -> dict[str, Any]:
@@ -380,8 +394,8 @@ def table(runs: list[Line]) -> str:
         "side."
     )
     columns = (
-        "preset | model | batch | epochs | runs | accuracy, % | *paper* | NLL | *paper* | ECE "
-        "| *paper* | ELBO | *paper* | KL | Brier | AUROC entropy | AUROC MI | AUROC leverage "
+        "preset | model | images | batch | epochs | runs | accuracy, % | *paper* | NLL | *paper* "
+        "| ECE | *paper* | ELBO | *paper* | KL | Brier | AUROC entropy | AUROC MI | AUROC leverage "
         "| AUROC combined | parameters, M | added, M "
         "| *paper* | s/epoch"
     ).split(" | ")
@@ -393,7 +407,7 @@ def table(runs: list[Line]) -> str:
 def _row(dataset: str, key: Key, s: dict[str, Any]) -> list[str]:
     def printed(metric: str) -> str:
         value = paper.SCORES.get((dataset, key.model, key.batch_size, metric))
-        if value is None:
+        if value is None or key.max_rows is not None:
             return _MISSING
         return f"{100 * value:.2f}" if metric == "accuracy" else f"{value:.3f}"
 
@@ -402,7 +416,9 @@ def _row(dataset: str, key: Key, s: dict[str, Any]) -> list[str]:
     guessing = -math.log(100 if dataset == "cifar100" else 10)
     if s.get("elbo", 0.0) < guessing:
         model += " (not converged)"
-    cells = [key.preset, model, str(key.batch_size), key.all_epochs, str(s["runs"])]
+    is_subset = dataset.startswith("cifar") and key.images == "all"
+    cells = [key.preset, model, "subset" if is_subset else key.images]
+    cells += [str(key.batch_size), key.all_epochs, str(s["runs"])]
     for name, digits, factor in (("accuracy", 2, 100), ("nll", 4, 1), ("ece", 4, 1)):
         cells += [_cell(s, name, digits, factor), printed(name)]
     cells += [_cell(s, "elbo", 3), printed("elbo"), _cell(s, "kl", 3), _cell(s, "brier", 4)]

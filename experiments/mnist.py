@@ -3,6 +3,7 @@
     python -m experiments.mnist --model dak_mc --model nn
     python -m experiments.mnist --dataset fashion
     python -m experiments.mnist --dataset digits
+    python -m experiments.mnist --dataset digits --fine-tune --tune-epochs 10 --model dak_mc
 
 The recipe is the paper's: a CNN with 128 features, P = 16 units, M = 63 inducing points on [-1, 1],
 Adadelta with rate 1 that falls by 0.7 each epoch, weight decay 1e-4, 20 epochs. `digits` is a small
@@ -12,8 +13,10 @@ for the variational last layers (`LAST_LAYER`). The KL moves the scales of q by 
 1 / N, whose squares are far below the eps of Adadelta, so that they would hardly move.
 `dak_features` is ours as well: it has a unit for each feature instead of an embedding. So is
 `dak_natural`, whose joint posterior starts at the prior and is trained by natural gradients.
-`nn_bn` is the network with batch normalisation of its features, the fair opponent. A run that is
-recorded already is not made again, and one that was stopped goes on.
+`nn_bn` is the network with batch normalisation of its features, the fair opponent. `--fine-tune`
+trains the network with a linear output first and then, for the other models, the last layer alone
+on its features, for `--tune-epochs`. A run that is recorded already is not made again, and one that
+was stopped goes on.
 """
 
 from dataclasses import replace
@@ -23,8 +26,9 @@ from typing import Annotated, Any
 import typer
 
 import models.images
-from experiments.images import PLAIN, make_job, run_jobs
-from experiments.runs import result_directory, start
+from experiments import images
+from experiments.images import PLAIN, run_jobs
+from experiments.runs import Job, result_directory, start
 from models.shared.recipe import IMAGE_RECIPE, Recipe
 from pyro_dak.validation import check_choice
 
@@ -77,10 +81,58 @@ def options(dataset: str, name: str) -> dict[str, Any]:
     return units | (DAK_OPTIONS[dataset] if name.startswith("dak") else {})
 
 
-def recipe(dataset: str, name: str) -> Recipe:
-    """The training of a model."""
-    own = NATURAL_RECIPE.get(dataset, {}) if name == "dak_natural" else {}
-    return replace(RECIPES[dataset], **({} if name in ONE_RATE else LAST_LAYER[dataset]), **own)
+def recipe(dataset: str, name: str, is_tuned: bool = False) -> Recipe:
+    """The training of a model; if `is_tuned`, of its last layer on given features."""
+    own = NATURAL_RECIPE.get(dataset, {}) if name == "dak_natural" and not is_tuned else {}
+    rates = {} if name in ONE_RATE else LAST_LAYER[dataset]
+    return replace(RECIPES[dataset], fixed_features=is_tuned, **rates, **own)
+
+
+def make_job(
+    dataset: str,
+    name: str,
+    seed: int = 0,
+    *,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    tune_epochs: int | None = None,
+    is_tuned: bool = False,
+    settings: dict[str, Any] | None = None,
+    **others: Any,
+) -> Job:
+    """The job of a model on a data set.
+
+    Args:
+        dataset: the data set.
+        name: the model of the board.
+        seed: the seed.
+        epochs: instead of the recipe's.
+        batch_size: instead of the recipe's.
+        tune_epochs: those of the last layer on given features; by default as many.
+        is_tuned: whether it has the features of the network with a linear output.
+        settings: of the recipe, such as the device.
+        others: those of `experiments.images.make_job`.
+    """
+    base = recipe(dataset, name, is_tuned)
+    epochs = epochs or base.epochs
+    own_epochs = (tune_epochs if is_tuned else None) or epochs
+    own = replace(
+        base,
+        seed=seed,
+        epochs=own_epochs,
+        batch_size=batch_size or base.batch_size,
+        **settings or {},
+    )
+    return images.make_job(
+        dataset,
+        name,
+        BACKBONES[dataset],
+        own,
+        options(dataset, name),
+        pretrained="nn" if is_tuned else None,
+        pretrained_epochs=epochs if own_epochs != epochs else None,
+        **others,
+    )
 
 
 def main(
@@ -89,6 +141,8 @@ def main(
     seed: Annotated[list[int] | None, typer.Option(help="Seeds; 0.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Instead of the recipe's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="128, or the paper's 1024.")] = None,
+    fine_tune: Annotated[bool, typer.Option(help="Last layers on features of the NN.")] = False,
+    tune_epochs: Annotated[int | None, typer.Option(min=1, help="Of these; else as many.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     precision: Annotated[str | None, typer.Option(help="As in Lightning Fabric.")] = None,
     resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
@@ -104,21 +158,18 @@ def main(
     names = model or (["dak_mc", "nn"] if quick else list(MODELS))
     for name in names:
         check_choice("model", name, models.images.names())
-    base = RECIPES[dataset]
+    if fine_tune and "nn" not in names:
+        names = ["nn", *names]
     jobs = [
         make_job(
             dataset,
             name,
-            BACKBONES[dataset],
-            replace(
-                recipe(dataset, name),
-                seed=number,
-                epochs=epochs or (1 if quick else base.epochs),
-                batch_size=batch_size or base.batch_size,
-                device=device,
-                precision=precision,
-            ),
-            options(dataset, name),
+            number,
+            epochs=epochs or (1 if quick else None),
+            batch_size=batch_size,
+            tune_epochs=tune_epochs,
+            is_tuned=fine_tune and name != "nn",
+            settings={"device": device, "precision": precision},
             held_out=held_out,
             max_rows=200 if quick else max_rows,
         )

@@ -53,6 +53,7 @@ __all__ = [
 
 # Each has `table(runs) -> str`, and may have `draw(runs, figures) -> list of paths`.
 EXPERIMENTS = (
+    "ablation",
     "active",
     "additive",
     "bandit",

@@ -5,9 +5,10 @@
 
 The data are twenty points in [-7, 7] of a draw from a zero-mean GP with kernel exp(-(x - x')^2),
 and a hundred test points in [-12, 12]. One figure shows five models with two standard deviations,
-DAK without and with residual variance, and with an input unit and a joint posterior too; another
-shows the effect of the learning rate. The table is over many draws, because one picture can be
-lucky.
+DAK without and with residual variance, and with an input unit and a joint posterior too; "DAK, S =
+4" is trained with four draws of f as in the paper, the others by the closed form. Another figure
+shows the effect of the learning rate of the last layer. The tables are over many draws, because one
+picture can be lucky.
 """
 
 import math
@@ -32,6 +33,7 @@ from experiments.runs import Job, Line, result_directory, run_all, start
 from models.shared.recipe import Recipe
 from pyro_dak.diagnostics.scores import gaussian_nlpd, rmse
 from pyro_dak.prediction import Prediction
+from pyro_dak.validation import check_choice
 
 NOISE_SCALE = 0.1
 TRAIN_RANGE, TEST_RANGE = 7.0, 12.0
@@ -44,9 +46,14 @@ RECIPE = Recipe(
     clip_norm=None,
     num_samples_train=4,
 )
-# The learning rates of the last layer in the second figure, and the models that it compares.
-RATES = (1e-3, 1e-2, 1e-1)
-RATE_MODELS = ("exact DKL", "DAK")
+# The learning rates of the last layer in the second figure. Those of the first and the last model
+# are the paper's.
+RATES = {
+    "exact DKL": (1e-2, 1e-3, 1e-4),
+    "DAK": (1e-1, 1e-2, 1e-3),
+    "DAK, S = 4": (1e-1, 1e-2, 1e-3),
+}
+_LAST = 20  # steps over which the final loss is a mean
 HEADLINE = {
     "rmse_inside": "RMSE inside",
     "nlpd_inside": "NLPD inside",
@@ -101,9 +108,9 @@ JOINT_OPTIONS: dict[str, Any] = {
 }
 
 
-def _dak(**options: Any) -> Callable[[Recipe], Any]:
+def _dak(board_name: str = "dak_cf", **options: Any) -> Callable[[Recipe], Any]:
     options = DAK_OPTIONS | options
-    return lambda recipe: models.build("dak_cf", 1, feature_dim=32, recipe=recipe, **options)
+    return lambda recipe: models.build(board_name, 1, feature_dim=32, recipe=recipe, **options)
 
 
 # Each makes a model from a recipe. The exact GP is given the kernel that drew the function.
@@ -119,6 +126,7 @@ PANELS: dict[str, Callable[[Recipe], Any]] = {
     "DGP": lambda recipe: models.build("dgp", 1, recipe=recipe, **NOISE),
     "exact DKL": lambda recipe: models.build("exact_dkl", 1, feature_dim=2, recipe=recipe, **NOISE),
     "DAK": _dak(),
+    "DAK, S = 4": _dak("dak_mc", closed_form_prediction=True),
     "DAK + residual": _dak(residual_variance=True),
     "DAK, input units, joint posterior": _dak(**JOINT_OPTIONS),
     "NN": lambda recipe: models.build("nn", 1, feature_dim=32, recipe=recipe),
@@ -154,8 +162,10 @@ def run(job: Job, tell: Callable[[str], None], figure_seed: int) -> dict[str, An
     model.fit(toy.x, toy.y)
     prediction = model.predict(toy.x_test)
     content: dict[str, Any] = {"metrics": score(prediction, toy)}
+    losses = model.history.column("loss") if model.history.rows else []
+    if losses:
+        content["metrics"]["final_loss"] = statistics.fmean(losses[-_LAST:])
     if job.seed == figure_seed:
-        losses = model.history.column("loss") if model.history.rows else []
         content["losses"] = losses[:: max(1, len(losses) // 100)]
         parts = {"mean": prediction.mean, "std": prediction.epistemic.sqrt()}
         content["prediction"] = {
@@ -166,26 +176,83 @@ def run(job: Job, tell: Callable[[str], None], figure_seed: int) -> dict[str, An
 
 
 def table(runs: list[Line]) -> str:
-    """The mean of each score over the draws, a row per model, as Markdown."""
+    """The mean of each score over the draws, a row per model, and the learning rates."""
     scores: dict[str, list[dict[str, float]]] = {}
     panels = [run for run in runs if run["config"]["dataset"] == "toy"]
     for run in newest(panels, lambda run: (run["config"]["model"], run["config"]["seed"])):
         scores.setdefault(run["config"]["model"], []).append(run["metrics"])
-    names = list(next(iter(scores.values()))[0])
+    names = [name for name in next(iter(scores.values()))[0] if name != "final_loss"]
     rows = []
     for model in [name for name in PANELS if name in scores]:
         means = (statistics.fmean(row[name] for row in scores[model]) for name in names)
         rows.append([model, *(f"{value:.3f}" for value in means)])
     num_draws = max(len(values) for values in scores.values())
     text = f"Means over {num_draws} draws; coverage is of the true function."
-    return f"{text}\n\n{markdown_table(['model', *names], rows)}\n"
+    return "\n\n".join([text, markdown_table(["model", *names], rows), *_rate_table(runs)]) + "\n"
+
+
+def _rate_runs(runs: list[Line]) -> dict[tuple[str, float], dict[int, Line]]:
+    """The newest run of each draw, by model and rate."""
+    found: dict[tuple[str, float], dict[int, Line]] = {}
+    for run in runs:
+        config = run["config"]
+        rate = config["recipe"]["last_layer_learning_rate"]
+        if config["dataset"] == "learning rates" and rate in RATES.get(config["model"], ()):
+            found.setdefault((config["model"], rate), {})[config["seed"]] = run
+    return {
+        (model, rate): found[model, rate]
+        for model, rates in RATES.items()
+        for rate in rates
+        if (model, rate) in found
+    }
+
+
+def _final_loss(run: Line) -> float:
+    """The mean loss of the last steps; older lines have but every tenth loss."""
+    return run["metrics"].get("final_loss", run["losses"][-1] if "losses" in run else math.nan)
+
+
+def _rate_table(runs: list[Line]) -> list[str]:
+    """Final losses and fits by learning rate, and how often the lowest loss has the best fit."""
+    groups, rows = _rate_runs(runs), []
+    for (model, rate), by_draw in groups.items():
+        cells = [model, f"{rate:g}", str(len(by_draw))]
+        losses = [_final_loss(run) for run in by_draw.values()]
+        cells.append(f"{statistics.fmean(losses):.3f}")
+        for name in ("rmse_inside", "nlpd_inside", "coverage_inside"):
+            cells.append(f"{statistics.fmean(r['metrics'][name] for r in by_draw.values()):.3f}")
+        rows.append([*cells, _share_of_best(groups, model, rate)])
+    if not rows:
+        return []
+    text = (
+        "Learning rates of the last layer, means over draws. In the last column: in how many draws "
+        "the rate has the lowest loss, and in how many of these also the lowest NLPD inside."
+    )
+    columns = ["model", "rate", "draws", "final loss", "RMSE inside", "NLPD inside"]
+    columns += ["coverage inside", "lowest loss, also best"]
+    return [text, markdown_table(columns, rows)]
+
+
+def _share_of_best(
+    groups: dict[tuple[str, float], dict[int, Line]], model: str, rate: float
+) -> str:
+    """In how many draws this rate has the model's lowest loss, and then its lowest NLPD."""
+    own = {other: runs for (name, other), runs in groups.items() if name == model}
+    draws = set.intersection(*(set(by_draw) for by_draw in own.values()))
+    lowest = [s for s in draws if rate == min(own, key=lambda other: _final_loss(own[other][s]))]
+    best = [
+        s
+        for s in lowest
+        if rate == min(own, key=lambda other: own[other][s]["metrics"]["nlpd_inside"])
+    ]
+    return f"{len(lowest)}, {len(best)}"
 
 
 def draw(runs: list[Line], figures: Path) -> list[Path]:
     """The panels of one draw, and the learning rates, from the runs that kept their predictions."""
     kept = [run for run in runs if "prediction" in run]
     panels = {run["config"]["model"]: run for run in kept if run["config"]["dataset"] == "toy"}
-    rates = [run for run in kept if run["config"]["dataset"] == "learning rates"]
+    rates = _rate_runs([run for run in kept if run["config"]["dataset"] == "learning rates"])
     paths = [_draw_panels(figures / "panels.png", panels)] if panels else []
     return paths + ([_draw_rates(figures / "learning_rates.png", rates)] if rates else [])
 
@@ -219,18 +286,25 @@ def _draw_panels(path: Path, runs: dict[str, Line]) -> Path:
     return save_figure(figure, path)
 
 
-def _draw_rates(path: Path, runs: list[Line]) -> Path:
-    """The fit above, the loss below."""
-    figure, axes = plt.subplots(2, len(runs), figsize=(3 * len(runs), 5.5), squeeze=False)
-    for top, bottom, run in zip(*axes, runs, strict=True):
-        config, losses = run["config"], run["losses"]
-        _draw_fit(top, run, draw_toy(config["seed"]))
-        top.set_title(f"{config['model']}, rate {config['recipe']['last_layer_learning_rate']:g}")
-        stride = config["recipe"]["epochs"] / len(losses)
-        bottom.plot([stride * i for i in range(len(losses))], losses, color="C3", lw=1)
-        bottom.set_xlabel("step")
-        bottom.spines[["top", "right"]].set_visible(False)
-    axes[1][0].set_ylabel("loss per datum")
+def _draw_rates(path: Path, groups: dict[tuple[str, float], dict[int, Line]]) -> Path:
+    """A row for each model: the fits with their final losses by falling rate, then the losses."""
+    names = list(dict.fromkeys(model for model, _ in groups))
+    columns = 1 + max(len(RATES[name]) for name in names)
+    size = (3 * columns, 2.7 * len(names))
+    figure, axes = plt.subplots(len(names), columns, figsize=size, squeeze=False)
+    for (model, rate), by_draw in groups.items():
+        row, place = axes[names.index(model)], RATES[model].index(rate)
+        run = list(by_draw.values())[-1]
+        _draw_fit(row[place], run, draw_toy(run["config"]["seed"]))
+        row[place].set_title(f"{model}, rate {rate:g}: loss {_final_loss(run):.2f}", fontsize=9)
+        stride = run["config"]["recipe"]["epochs"] / len(run["losses"])
+        steps = [stride * i for i in range(len(run["losses"]))]
+        row[-1].plot(steps, run["losses"], lw=1, color=f"C{place}", label=f"{rate:g}")
+    for row in axes:
+        row[-1].set_xlabel("step")
+        row[-1].set_title("loss per datum", fontsize=9)
+        row[-1].legend(fontsize=7)
+        row[-1].spines[["top", "right"]].set_visible(False)
     return save_figure(figure, path)
 
 
@@ -241,7 +315,9 @@ def label(job: Job) -> str:
 
 
 def main(
+    model: Annotated[list[str] | None, typer.Option(help="Of the panels; all.")] = None,
     draws: Annotated[int, typer.Option(help="Toy functions in the table.")] = 20,
+    rate_draws: Annotated[int, typer.Option(help="Toy functions for the learning rates.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the first draw, the one in the figures.")] = 100,
     resume: Annotated[bool, typer.Option(help="Keep runs that are recorded.")] = True,
     out: Annotated[Path | None, typer.Option(help="Else results/toy.")] = None,
@@ -251,8 +327,16 @@ def main(
     """Fit all models to all draws, then write the table and the figures."""
     recipe = replace(RECIPE, epochs=20) if quick else RECIPE
     seeds = range(seed, seed + (1 if quick else draws))
-    jobs = [make_job(name, number, recipe) for number in seeds for name in PANELS]
-    jobs += [make_job(name, seed, recipe, rate) for name in RATE_MODELS for rate in RATES]
+    for name in model or ():
+        check_choice("model", name, PANELS)
+    jobs = [make_job(name, number, recipe) for number in seeds for name in model or PANELS]
+    jobs += [
+        make_job(name, number, recipe, rate)
+        for number in range(seed, seed + rate_draws)
+        for name, rates in RATES.items()
+        if not model or name in model
+        for rate in rates
+    ]
     directory = result_directory("toy", out, draft or quick)
     run_fn = partial(run, figure_seed=seed)
     run_all(jobs, run_fn, directory, HEADLINE, resume=resume, label_fn=label)

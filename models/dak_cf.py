@@ -23,7 +23,8 @@ def build(
         feature_dim: D_w.
         recipe: the settings of the training.
         options: `num_units` (16), `level` (5), `bounds` (0, 1), `lengthscale` (1),
-            `learn_lengthscale` (False, else each unit learns its own from there), `noise_scale`
+            `learn_lengthscale` (False, else each unit learns its own from there), `kernel`
+            ("laplace", or another of `models.shared.dak.KERNELS`), `noise_scale`
             (0.5), `learn_noise` (True), `heteroscedastic` (False: the same noise everywhere),
             `init_scale` (0.1), `residual_variance` (False), `unit_scale` (None: learned, else
             fixed), `joint_posterior` (False: the guide as trained, else the exact posterior of

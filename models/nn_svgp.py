@@ -27,6 +27,8 @@ class NetworkSVGP(GPyTorchRegressor):
 
     def prepare(self, x: Tensor, y: Tensor) -> None:
         super().prepare(x, y)
+        if self.history.rows:
+            return
         points = self.gp.variational_strategy.inducing_points
         with torch.no_grad():
             points.copy_(initial_inducing_points(self.network(x), len(points)))

@@ -67,7 +67,7 @@ class SVDKL(GPyTorchRegressor):
 
     def prepare(self, x: Tensor, y: Tensor) -> None:
         super().prepare(x, y)
-        self.gp(x.new_full((self.gp.num_units, 1, 1), 0.5))  # starts q(u) at the prior
+        self.gp(x.new_full((self.gp.num_units, 1, 1), 0.5))  # the first call starts q(u)
 
     def q_functions(self, x: Tensor) -> MultivariateNormal:
         """Marginals of q(f) of the only task, `(N,)`.

@@ -28,7 +28,8 @@ def build(
         num_classes: C.
         recipe: the settings.
         options: `num_units` P, `level` L (M = 2^L - 1), `bounds`, `lengthscale` of the Laplace
-            kernel, `init_scale` of the weights, `linear_start` (the units start as straight lines
+            kernel, `kernel` (another of `models.shared.dak.KERNELS`), `init_scale` of the
+            weights, `linear_start` (the units start as straight lines
             with slopes of this size), `residual_variance`, `scaling`, `num_std` (standard
             deviations of a unit's input from the middle of the grid to a bound, else 3),
             `unit_scale` (sigma at the start, else 1 / sqrt(P)), `embedding` (False: the units

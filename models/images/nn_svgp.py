@@ -31,6 +31,8 @@ class NetworkSVGP(GPyTorchClassifier):
 
     @torch.no_grad()
     def prepare(self, x: Tensor, y: Tensor) -> None:
+        if self.history.rows:
+            return
         points = self.gps.variational_strategy.base_variational_strategy.inducing_points
         rows = x[torch.randperm(len(x))[: points.shape[-2]].to(x.device)]
         self.network.eval()

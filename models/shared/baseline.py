@@ -66,7 +66,11 @@ class Baseline(ABC):
         """The predictive distribution of each row of x, whatever rows are beside it."""
 
     def prepare(self, x: Tensor, y: Tensor) -> None:
-        """Set what must be taken from the training rows; by default nothing."""
+        """Set what must be taken from the training rows; by default nothing.
+
+        Parameters that start at training rows are set in the first call of `fit` alone, when
+        `history` has no rows.
+        """
         return None
 
     def fit(
@@ -75,6 +79,7 @@ class Baseline(ABC):
         y: Tensor,
         callbacks: Sequence[Callback] = (),
         checkpoint_dir: Path | None = None,
+        keep_weights: bool = False,
     ) -> None:
         """Train on these rows, and on nothing else. It can be called once.
 
@@ -83,12 +88,14 @@ class Baseline(ABC):
             y: targets, or labels.
             callbacks: called after each epoch with its number and its row of the history.
             checkpoint_dir: where checkpoints go; training goes on from the newest one in it.
+            keep_weights: whether a second call is meant. It trains on from the weights of the
+                first, with a fresh optimiser, so the model has seen the rows of both.
         """
         self.check(x, y)
-        if self.history.rows:
+        if self.history.rows and not keep_weights:
             raise RuntimeError(
                 "`fit` was called before, and a second call would start from weights that have "
-                "seen other rows. Build a fresh model."
+                "seen other rows. Build a fresh model, or pass `keep_weights=True` if you mean it."
             )
         device = self.recipe.device
         self.history = self.train(x.to(device), y.to(device), callbacks, checkpoint_dir)

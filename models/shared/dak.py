@@ -1,7 +1,8 @@
 """DAK behind the interface of the boards: on tables and on images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,14 @@ from pyro_dak import (
     GaussianLikelihood,
     HeteroscedasticLikelihood,
     LaplaceKernel,
+    MaternKernel,
     MeanFieldGuide,
     NaturalGuide,
     NormalPrior,
+    RBFKernel,
 )
 from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.additive.kernels import Kernel
 from pyro_dak.additive.scaling import Standardize
 from pyro_dak.inference.guides import GaussianGuide
 from pyro_dak.inference.guides.natural import Covariance
@@ -29,7 +33,7 @@ from pyro_dak.prediction import ClassPrediction, Prediction
 from pyro_dak.training.loop import DAKLoss
 from pyro_dak.training.natural import build_learner
 from pyro_dak.training.plan import History
-from pyro_dak.validation import check_positive
+from pyro_dak.validation import check_choice, check_positive
 
 from .. import dak
 from .augmentation import AugmentedBatches
@@ -39,6 +43,7 @@ from .recipe import Recipe, fit_options, seeded
 from .training import Callback, resume_options
 
 __all__ = [
+    "KERNELS",
     "DAKBaseline",
     "DAKOnImages",
     "DAKOnTables",
@@ -46,6 +51,14 @@ __all__ = [
     "build_on_images",
     "build_on_tables",
 ]
+
+# The paper's kernel is the first. The others have no sparse factor, and phi is a dense matrix.
+KERNELS: dict[str, Callable[..., Kernel]] = {
+    "laplace": LaplaceKernel,
+    "matern32": partial(MaternKernel, nu=1.5),
+    "matern52": partial(MaternKernel, nu=2.5),
+    "rbf": RBFKernel,
+}
 
 
 class DAKBaseline(Baseline):
@@ -210,9 +223,11 @@ def build_on_tables(
     residual_variance: bool = False,
     unit_scale: float | None = None,
     joint_posterior: bool = False,
+    kernel: str = "laplace",
     **options: Any,
 ) -> DAKOnTables:
     """The DAK of the paper with an objective; the options are described in `dak_cf.build`."""
+    check_choice("kernel", kernel, KERNELS)
     kind = HeteroscedasticLikelihood if heteroscedastic else GaussianLikelihood
     with seeded(recipe.seed):
         model = dak.build(
@@ -223,7 +238,7 @@ def build_on_tables(
             level,
             kind(noise_scale, learn_noise),
             bounds=bounds,
-            kernel=LaplaceKernel(lengthscale, learn=learn_lengthscale),
+            kernel=KERNELS[kernel](lengthscale, learn=learn_lengthscale),
             **options,
         )
         if unit_scale is not None:
@@ -254,8 +269,10 @@ def build_on_images(
     num_std: float | None = None,
     unit_scale: float | None = None,
     embedding: bool = True,
+    kernel: str = "laplace",
 ) -> DAKOnImages:
     """A DAK on features; the options are described in `models/images/dak_mc.py`."""
+    check_choice("kernel", kernel, KERNELS)
     with seeded(recipe.seed):
         model = DAK(
             features,
@@ -264,7 +281,7 @@ def build_on_images(
             num_classes,
             level,
             bounds,
-            LaplaceKernel(lengthscale),
+            KERNELS[kernel](lengthscale),
             CategoricalLikelihood(),
             scaling,
             embedding,

@@ -164,3 +164,17 @@ def test_kernels_without_unit_variance_are_refused():
     for kernel, most in ((Twice(), "2"), (Brownian(), "0.875")):
         with pytest.raises(ValueError, match=rf"k\(0\) = 1.*to {most} at the nodes"):
             KernelActivation(DyadicGrid(3), kernel)
+
+
+def test_the_lengthscale_of_a_projection_is_no_product_over_features():
+    """exp(-|w^T v| / t) is the product of exp(-|w_d v_d| / t) for one feature alone (appendix B).
+
+    Along v orthogonal to w the kernel of the projection is 1 and the product is not.
+    """
+    kernel, w, zero = LaplaceKernel(0.7), torch.tensor([1.0, 2.0]), torch.zeros(1)
+    for v, is_equal in (([0.5, 0.0], True), ([0.5, 0.25], True), ([1.0, -0.5], False)):
+        v = torch.tensor(v)
+        projected = kernel((w @ v).reshape(1), zero)
+        product = kernel(w * v, zero).prod()
+        assert torch.allclose(projected.squeeze(), product) == is_equal
+    assert_close(projected.squeeze(), torch.ones(()))

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import activation, growth, nuts, parquet_rows, suite, timing
+from benchmarks import activation, complexity, growth, nuts, parquet_rows, suite, timing
 
 
 @pytest.fixture
@@ -68,6 +68,22 @@ def test_ratio_is_the_median_over_the_rounds():
     assert own.ratio_to(base) == (2.0, 1.0)
 
 
+def test_the_sizes_of_a_grid_are_its_points():
+    levels, rows = (
+        complexity.Case("M", "dak_cf", option, (3, 10)).sizes for option in ("level", "rows")
+    )
+    assert levels == (7, 1023)
+    assert rows == (3, 10)
+
+
+def test_processor_time_is_measured_by_its_own_clock():
+    ticks = iter(range(100))
+    timings = timing.time_side_by_side(
+        {"a": lambda: None}, 3, seconds_per_repetition=0.0, clock=lambda: next(ticks)
+    )
+    assert timings["a"].milliseconds == 1000.0  # one tick to each round
+
+
 def test_slope_is_the_power():
     assert growth.slope([1, 10, 100], [3.0, 3e2, 3e4]) == pytest.approx(2.0)
 
@@ -92,6 +108,10 @@ def small_data(tmp_path, monkeypatch):
         ("images", {"nn", "dak_jensen", "dak_mc"}),
         ("serving", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
         pytest.param("growth", {"dak_cf"}, marks=pytest.mark.slow),
+        (
+            "complexity",
+            {"nn", "dak_cf", "dak_mc", "nn_svgp", "svdkl", "avdkl"},
+        ),
         ("race", {"nn", "dak_cf", "dak_mc", "nn_svgp"}),
     ],
 )

@@ -18,6 +18,7 @@ from models.shared.recipe import IMAGE_RECIPE
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.diagnostics.scores import expected_calibration_error
 from pyro_dak.prediction import ClassPrediction
+from pyro_dak.training.checkpoint import Checkpoints
 from tests.experiments.command import invoke
 
 # GPyTorch: torch.jit at import, jitter and float32 on tiny data.
@@ -51,7 +52,7 @@ def test_digits_run_end_to_end_and_resume(tmp_path):
     assert [row["epoch"] for row in run["curve"]] == [1]
     assert "2 of 2 runs are recorded already; 0 to make" in invoke(mnist.main, *arguments)
     table = (tmp_path / "table.md").read_text()
-    assert "| paper | dak_mc (not converged) | 64 | 1 | 1 |" in table
+    assert "| paper | dak_mc (not converged) | first 200 | 64 | 1 | 1 |" in table
     for name in ("curves.png", "reliability.png"):
         assert (tmp_path / "figures" / name).stat().st_size > 0
 
@@ -83,16 +84,68 @@ def test_fine_tuning_may_have_epochs_of_its_own(tmp_path, cifar_root):
     assert len(run["curve"]) == 1
     assert run["config"]["options"]["init_scale"] == 0.05
     assert (
-        "| dak_mc (fine-tuned) (not converged) | 128 | 2 + 1 |"
+        "| dak_mc (fine-tuned) (not converged) | first 100 | 128 | 2 + 1 |"
         in (tmp_path / "cifar10/table.md").read_text()
     )
 
 
+@gpytorch
+def test_digits_are_fine_tuned_on_the_features_of_the_network(tmp_path):
+    options = ("--dataset", "digits", "--quick", "--fine-tune", "--tune-epochs", "2")
+    models = ("--model", "dak_natural", "--model", "avdkl")
+    invoke(mnist.main, *options, *models, "--out", tmp_path)
+    network, *tuned = read_runs(tmp_path)
+    assert network["config"]["model"] == "nn"
+    assert not network["config"]["recipe"]["fixed_features"]
+    for run in tuned:
+        assert run["config"]["recipe"]["fixed_features"]
+        job = Job.of(run)
+        assert images.source(job).key == Job.of(network).key
+    assert "| avdkl (fine-tuned)" in (tmp_path / "table.md").read_text()
+
+
+def feature_weights(job, directory):
+    """The tensors of the feature extractor, as a baseline keeps them."""
+    tensors = Checkpoints.read_newest(images.checkpoints(job, directory)).contents.tensors
+    return {name: value for name, value in tensors.items() if name.startswith("model.0.")}
+
+
+@gpytorch
+def test_fine_tuning_leaves_the_features_as_they_are(tmp_path):
+    jobs = [
+        mnist.make_job("digits", name, epochs=1, is_tuned=is_tuned, max_rows=50)
+        for name, is_tuned in (("nn", False), ("svdkl", True))
+    ]
+    images.run_jobs(jobs, tmp_path)
+    network, tuned = (feature_weights(job, tmp_path) for job in jobs)
+    assert network.keys() == tuned.keys()
+    assert all(torch.equal(network[name], tuned[name]) for name in network)
+    assert len(network) > 2
+
+
+def test_the_network_under_fine_tuning_has_the_recipe_of_the_network():
+    """Also where the network of a model has a rate of its own in full training."""
+    job = mnist.make_job("fashion", "dak_natural", is_tuned=True, tune_epochs=3)
+    network = mnist.make_job("fashion", "nn")
+    assert images.source(job).key == network.key
+
+
+def test_runs_on_fewer_images_have_rows_of_their_own(tmp_path):
+    for rows in (100, 120):
+        options = ("--dataset", "digits", "--model", "nn", "--epochs", "1", "--max-rows", rows)
+        invoke(mnist.main, *options, "--out", tmp_path)
+    table = (tmp_path / "table.md").read_text()
+    assert "| nn | first 100 | 64 | 1 | 1 |" in table
+    assert "| nn | first 120 | 64 | 1 | 1 |" in table
+
+
 @pytest.mark.slow
+@gpytorch
+@pytest.mark.parametrize("model", ["dak_mc", "nn_svgp", "svdkl"])
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_the_full_recipe_runs_an_epoch(dataset, tmp_path, cifar_root):
+def test_the_full_recipe_runs_an_epoch(dataset, model, tmp_path, cifar_root):
     options = ("--dataset", dataset, "--preset", "paper", "--epochs", "1", "--max-rows", "200")
-    arguments = (*options, "--model", "dak_mc", "--data-root", cifar_root)
+    arguments = (*options, "--model", model, "--data-root", cifar_root)
     invoke(cifar.main, *arguments, "--out", tmp_path)
     (run,) = read_runs(tmp_path / dataset)
     assert run["config"]["backbone"] == {"cifar10": "resnet18", "cifar100": "resnet34"}[dataset]

@@ -41,12 +41,76 @@ def test_two_processes_make_the_same_runs(tmp_path):
     assert one == two
 
 
-def test_a_run_of_other_settings_is_kept_and_the_newest_is_in_the_table(tmp_path):
+def test_runs_of_other_budgets_have_rows_of_their_own(tmp_path):
     for epochs in (1, 2):
         options = ("--epochs", epochs, "--model", "nn", "--only-folds", 1)
         invoke(uci.main, "--quick", *options, "--out", tmp_path)
     assert [run["config"]["recipe"]["epochs"] for run in read_runs(tmp_path)] == [1, 2]
-    assert "| nn | 1 | 2 |" in (tmp_path / "table.md").read_text()
+    table = (tmp_path / "table.md").read_text()
+    assert "| nn | 1 | 1 |" in table
+    assert "| nn | 1 | 2 |" in table
+
+
+def carried_job(fold, **others):
+    options = {"max_rows": 100, "epochs": 2, "carry_over": True} | others
+    return uci.make_job("diabetes", "dak_cf", "paper", fold, 3, **options)
+
+
+def test_a_model_that_is_carried_over_goes_on_from_the_fold_before():
+    trainer = uci.Trainer()
+    scores = [uci.run(carried_job(fold), print, trainer=trainer)["metrics"] for fold in range(2)]
+    # By hand: one model, the training rows of fold 0 and then those of fold 1.
+    jobs = [carried_job(fold) for fold in range(2)]
+    options = jobs[0].settings["options"]
+    model = models.build("dak_cf", 10, recipe=jobs[0].recipe, **options)
+    for job in jobs:
+        rows, scale = uci.rows_of(job)
+        model.recipe = job.recipe
+        model.fit(rows["x"], rows["y"], keep_weights=True)
+    expected = uci.score(model.predict(rows["x_test"]), rows["y_test"], scale)
+    assert scores[1]["rmse"] == expected["rmse"]
+    fresh = uci.run(carried_job(1, carry_over=False), print)["metrics"]
+    assert fresh["rmse"] != scores[1]["rmse"]
+
+
+def test_a_carried_over_fold_is_the_same_alone_and_after_the_others():
+    alone = uci.run(carried_job(2), print)["metrics"]["rmse"]
+    trainer = uci.Trainer()
+    for fold in (1, 2):  # fold 0 is trained within fold 1
+        last = uci.run(carried_job(fold), print, trainer=trainer)["metrics"]["rmse"]
+    assert last == alone
+
+
+def test_fresh_runs_have_the_key_that_they_had_before():
+    job = uci.make_job("wine", "nn", "best", 0, 5)
+    older = {k: v for k, v in job.settings.items() if k not in ("carry_over", "held_out")}
+    assert Job("uci", "wine", "nn", 0, older).key == job.key
+    assert carried_job(0).key != carried_job(0, carry_over=False).key
+
+
+def test_settings_are_chosen_without_the_test_rows():
+    x, _ = load_regression("diabetes")
+    test_rows = uci.folds(len(x), 5)[1]
+    rows, _ = uci.rows_of(uci.make_job("diabetes", "nn", "paper", 1, 5, held_out=True))
+    used = torch.cat([rows["x"], rows["x_test"]])
+    assert len(used) == len(x) - len(test_rows)
+    known = {row.numpy().tobytes() for row in x[test_rows].float()}
+    assert not any(row.numpy().tobytes() in known for row in used)
+    line = {"experiment": "uci", "commit": "a", "metrics": {"rmse": 1.0}}
+    job = uci.make_job("diabetes", "nn", "best", 0, 5, held_out=True, head_rate=0.1)
+    assert job.recipe.last_layer_learning_rate == 0.1
+    assert uci.aggregate([line | {"config": job.config}]) == {}
+
+
+def test_the_leak_has_a_table_of_its_own(tmp_path):
+    for options in ((), ("--carry-over",)):
+        arguments = ("--quick", "--preset", "paper", "--model", "nn", *options)
+        invoke(uci.main, *arguments, "--out", tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "| paper, carried over | diabetes | 64 | nn | 2 | 2 |" in text
+    leak = text.split("from fold to fold:")[1]
+    assert "| diabetes | 64 | nn | 2 |" in leak
+    assert (tmp_path / "figures" / "scores-paper-carried-over.png").is_file()
 
 
 @pytest.mark.parametrize("preset", list(uci.PRESETS))
@@ -106,6 +170,9 @@ def test_scores_are_in_the_units_of_the_data():
     assert scores["nlpd"] == pytest.approx(-normal.log_prob(3 * y).mean().item(), rel=1e-5)
     noise = torch.distributions.Normal(0.0, (9 * 0.4 + 0.6932) ** 0.5)
     assert scores["nlpd_paper"] == pytest.approx(-noise.log_prob(3 * y).mean().item(), rel=1e-5)
+    twice = torch.distributions.Normal(0.0, (9 * 1.0 + 0.6932) ** 0.5)
+    expected = -twice.log_prob(3 * y).mean().item()
+    assert scores["nlpd_paper_twice"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_twins_are_exact_copies_in_the_training_rows():
@@ -118,8 +185,8 @@ def test_the_table_says_what_a_dak_misses():
     def row(rmse, nlpd, coverage):
         return {"rmse": rmse, "nlpd": nlpd, "coverage_95": coverage}
 
-    def key(model):
-        return uci.Key("best", "wine", model, 64)
+    def key(model, epochs=100):
+        return uci.Key("best", "wine", model, 64, epochs)
 
     printed = paper.REGRESSION["wine", "dak_cf", 64]["rmse"]
     summaries = {key("nn"): row(printed, 1.0, 0.5), key("dak_cf"): row(printed - 0.1, 0.9, 0.95)}
@@ -132,6 +199,9 @@ def test_the_table_says_what_a_dak_misses():
         "RMSE of nn is lower",
         "NLPD of nn is lower",
     ]
+    del summaries[key("nn")]
+    summaries |= {key("avdkl", 40): row(0, 0, 1), key("svdkl", 200): row(0, 0, 1)}
+    assert "RMSE of avdkl is lower" in uci.misses(key("dak_cf"), summaries)
 
 
 def test_the_papers_table_is_there():

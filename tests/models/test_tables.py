@@ -104,6 +104,29 @@ def test_a_model_is_fitted_once_and_to_its_shapes(name, fitted):
         build(name).fit(data()[0], data()[1][:, 0])
 
 
+@pytest.mark.parametrize("name", ["avdkl", "dak_cf", "dak_mc", "nn", "nn_svgp", "svdkl"])
+def test_training_goes_on_from_the_weights_if_told_to(name):
+    x, y = data()
+    model = build(name, recipe=replace(RECIPE, epochs=8, schedule="constant"))
+    losses = []
+    for _ in range(2):
+        model.fit(x, y, keep_weights=True)
+        losses.append(model.history.column("loss"))
+    assert losses[1][0] < losses[0][0] - 0.3 * (losses[0][0] - losses[0][-1])
+    assert len(losses[1]) == 8
+
+
+def test_inducing_points_stay_where_training_left_them():
+    x, y = data()
+    still = replace(RECIPE, epochs=1, learning_rate=1e-12)
+    model = build("nn_svgp", recipe=RECIPE)
+    model.fit(x, y)
+    before = model.gp.variational_strategy.inducing_points.detach().clone()
+    model.recipe = still
+    model.fit(x, y, keep_weights=True)
+    assert_close(model.gp.variational_strategy.inducing_points.detach(), before)
+
+
 @pytest.mark.parametrize("name", ["dak_cf", "nn"])
 def test_settings_for_images_are_refused_for_tables(name):
     for settings in ({"augment": True}, {"fixed_features": True}, {"precision": "bf16-mixed"}):
