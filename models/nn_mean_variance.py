@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from models.shared import backbones
-from models.shared.baseline import TableBaseline
-from models.shared.recipe import DEFAULT_RECIPE, Recipe, seeded
-from models.shared.training import Callback
 from pyro_dak import HeteroscedasticLikelihood
 from pyro_dak.additive.gaussian import FunctionMoments
 from pyro_dak.model.modes import evaluating
 from pyro_dak.prediction import Prediction
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_probability
+
+from .shared import backbones
+from .shared.baseline import TableBaseline
+from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
+from .shared.training import Callback
 
 
 class MeanVarianceNetwork(TableBaseline):
