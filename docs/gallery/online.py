@@ -14,7 +14,8 @@ from torch import nn
 
 from pyro_dak import DAK, GaussianLikelihood, LaplaceKernel, NaturalGuide, learn_novelty, predict
 
-DAYS, FORGET = 60, 0.6
+DAYS = 60
+FORGET = 0.6
 torch.manual_seed(0)
 
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from pyro_dak import AdditiveGP, FullRankGuide, LaplaceKernel
 
-STEPS, PLACES = 800, 12
+STEPS = 800
+PLACES = 12
 pyro.set_rng_seed(0)
 day = 365 * torch.rand(500)
 rain = torch.rand(500)
