@@ -17,7 +17,7 @@ SCRIPTS = sorted(path.stem for path in GALLERY.glob("*.py"))
 FEW = {
     "classes": {"EPOCHS": 1},
     "network": {"EPOCHS": 1},
-    "online": {"DAYS": 6, "ROUNDS": 20},
+    "online": {"DAYS": 33, "ROUNDS": 20},
     "optimisation": {"ROUNDS": 1},
     "posterior": {"EPOCHS": 5, "DRAWS": 20},
     "program": {"STEPS": 2},

@@ -35,8 +35,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "build" / "gallery"
-# What the pages depend on, beside their scripts.
-_SOURCES = (ROOT / "pyro_dak", ROOT / "docs" / "_hooks")
+# What the pages depend on, beside their scripts, this file and the library.
 _PACKAGES = ("torch", "pyro-ppl", "matplotlib", "scikit-learn", "arviz", "botorch")
 
 _CELL = re.compile(r"# %%(?: \[(\w+)\])?(?: (.*))?$")
@@ -208,8 +207,7 @@ def _digest(script: Path) -> str:
     digest = hashlib.sha256(sys.version.encode())
     for package in _PACKAGES:
         digest.update(version(package).encode())
-    sources = [path for folder in _SOURCES for path in sorted(folder.rglob("*.py"))]
-    for path in [script, *sources]:
+    for path in [script, Path(__file__), *sorted((ROOT / "pyro_dak").rglob("*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -240,7 +238,8 @@ def on_page_markdown(markdown: str, page: Any, **arguments: Any) -> str:
 
 def _card(match: re.Match[str]) -> str:
     title, name, text = match.groups()
-    words = html.escape(" ".join(text.split()))
+    words = " ".join(text.split())
+    words = html.escape(words[0].upper() + words[1:])
     return (
         f'<a href="{name}.html"><img src="{name}-1.png" alt="">'
         f"<strong>{html.escape(title)}</strong><span>{words}</span></a>\n"

@@ -15,5 +15,7 @@ def on_page_content(html: str, **arguments: Any) -> str:
 
 
 def _formula(match: re.Match[str]) -> str:
-    display = "block" if match.group(1) == "div" else "inline"
-    return convert(unescape(match.group(2)), display=display)
+    if match.group(1) == "span":
+        return convert(unescape(match.group(2)), display="inline")
+    formula = convert(unescape(match.group(2)), display="block")
+    return f'<div class="formula">{formula}</div>'  # scrolls where the window is narrow

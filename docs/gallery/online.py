@@ -14,7 +14,8 @@ from torch import nn
 
 from pyro_dak import DAK, GaussianLikelihood, LaplaceKernel, NaturalGuide, learn_novelty, predict
 
-DAYS, FORGET = 60, 0.6
+DAYS = 60
+FORGET = 0.6
 torch.manual_seed(0)
 
 
@@ -41,9 +42,10 @@ model = DAK(
 
 # %%
 # Three models see the first ten days. One is then left alone, one learns all that comes, and one
-# learns and forgets: a row that came k days ago counts {{FORGET}}^k. Before they learn a day they
-# predict it. The *probability integral transform* (PIT) is the share of a predictive distribution
-# below the target; it fills the space between 0 and 1 evenly as long as predictions are right.
+# learns and forgets: a row that came k days ago counts \({{FORGET}}^k\). Before they learn a day
+# they predict it. The *probability integral transform* (PIT) is the share of a predictive
+# distribution below the target; it fills the space between 0 and 1 evenly as long as predictions
+# are right.
 
 guides = {name: NaturalGuide(model) for name in ("left alone", "learns", "learns and forgets")}
 first = [torch.cat(part) for part in zip(*(rows_of(day) for day in range(10)), strict=True)]

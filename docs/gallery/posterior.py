@@ -15,7 +15,8 @@ from torch import nn
 
 from pyro_dak import DAK, GaussianLikelihood, NaturalGuide, fit, run_nuts
 
-EPOCHS, DRAWS = 150, 250
+EPOCHS = 150
+DRAWS = 250
 torch.manual_seed(1)
 x = 3 * torch.rand(40, 1).sort(0).values - 1.5
 x = x[(x[:, 0] < 0.1) | (x[:, 0] > 0.7)]

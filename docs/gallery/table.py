@@ -14,7 +14,8 @@ from sklearn.model_selection import train_test_split
 
 from pyro_dak import DAKAdditiveRegressor, DAKRegressor
 
-EPOCHS, LEVEL = 100, 4
+EPOCHS = 100
+LEVEL = 4
 table, progress = load_diabetes(return_X_y=True, as_frame=True, scaled=False)
 table["sex"] = table["sex"].map({1: "1", 2: "2"})  # text is a category
 parts = train_test_split(table, progress, test_size=100, random_state=0)
