@@ -179,6 +179,16 @@ def test_a_class_that_is_offered_under_a_name_of_ours_is_not_saved(extras, tmp_p
         save(model, MeanFieldGuide(model), tmp_path / "saved")
 
 
+def test_a_network_that_is_offered_under_a_name_of_ours_is_stored_as_weights_only(
+    extras, tmp_path, monkeypatch
+):
+    extras.Other = type("Other", (extras.WaveNetwork,), {"__module__": "dak_extras"})
+    offer(tmp_path / "more", "models", "Sequential", "dak_extras:Other")
+    monkeypatch.syspath_prepend(tmp_path / "more")
+    model = DAK(extras.Other((2, 3)), feature_dim=3, num_units=2)
+    assert describe(model, MeanFieldGuide(model))["model"]["feature_extractor"] is None
+
+
 def test_a_class_that_is_not_offered_is_no_data(extras, tmp_path):
     class Unlisted(extras.RationalQuadraticKernel):
         pass

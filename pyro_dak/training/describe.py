@@ -296,7 +296,8 @@ def _describe_network(network: nn.Module) -> Description | None:
             return None
         return {"name": "Sequential", "children": children}
     if type(network) not in _LAYERS:
-        return _describe_offered("layer", network, _LAYERS_BY_NAME)
+        known = {**_LAYERS_BY_NAME, "Sequential": nn.Sequential}
+        return _describe_offered("layer", network, known)
     arguments = {name: getattr(network, name) for name in _LAYERS[type(network)].split()}
     if "bias" in arguments:
         arguments["bias"] = arguments["bias"] is not None

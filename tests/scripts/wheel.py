@@ -62,16 +62,20 @@ assert "dak_extras.unrelated" not in sys.modules
 TYPED = """
 import torch
 from pyro_dak import DAK, NaturalGuide, fit, predict
+from pyro_dak.prediction import Prediction
 
 model = DAK(torch.nn.Linear(3, 32), feature_dim=32)
-history = fit(model, NaturalGuide(model), (torch.rand(5, 3), torch.rand(5)), epochs=1)
-mean: torch.Tensor = predict(model, NaturalGuide(model), torch.rand(2, 3)).mean
-message: str | None = history.message
+guide = NaturalGuide(model)
+history = fit(model, guide, (torch.rand(5, 3), torch.rand(5)), epochs=1)
+status: str = history.status
+p = predict(model, guide, torch.rand(2, 3))
+assert isinstance(p, Prediction)
+mean: torch.Tensor = p.mean
 """
 # What mypy has to find in a script: the line, and a part of the message.
 MISTYPED = {
     'DAK(torch.nn.Linear(3, 32), feature_dim="32")': 'Argument "feature_dim" to "DAK"',
-    "history.mesage": 'has no attribute "mesage"',
+    "history.state": 'has no attribute "state"',
     "fit(model)": "Missing positional arguments",
 }
 FIT = """
