@@ -49,6 +49,24 @@ def test_a_run_with_two_optimizers_resumes_as_if_uninterrupted(tmp_path):
     assert_same(module_tensors(*resumed), parameters_after(**options))
 
 
+def test_a_run_goes_on_from_checkpoints_inside_an_epoch(tmp_path, monkeypatch):
+    step, options = Run.train_step, {"epochs": 4, "checkpoint_dir": tmp_path}
+
+    def breaking(self, *arguments):
+        step(self, *arguments)
+        if self.step == 5:  # of three in an epoch
+            raise RuntimeError("no power")
+
+    monkeypatch.setattr(Run, "train_step", breaking)
+    with pytest.raises(RuntimeError, match="no power"):
+        train(*make_model(), checkpoint_steps=2, checkpoint_every=9, **options)
+    assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "4"]
+    monkeypatch.setattr(Run, "train_step", step)
+    resumed = make_model()
+    train(*resumed, resume_from=tmp_path, **options)
+    assert_same(module_tensors(*resumed), parameters_after(epochs=4))
+
+
 def test_a_checkpoint_from_before_there_were_two_optimizers_resumes(tmp_path):
     options = {"epochs": 4, "checkpoint_dir": tmp_path, "callbacks": [stop_after_two]}
     with pytest.raises(KeyboardInterrupt):
