@@ -47,6 +47,7 @@ from pyro_dak.prediction import (
     sample_functions,
 )
 from pyro_dak.training.checkpoint import CheckpointError, load, save
+from pyro_dak.training.export import ExportError, export
 from pyro_dak.training.fit import TrainingError, fit
 from pyro_dak.training.head import DAKHead
 
@@ -67,6 +68,7 @@ __all__ = [
     "DAKHead",
     "DAKRegressor",
     "DyadicGrid",
+    "ExportError",
     "FullRankGuide",
     "GammaScalePrior",
     "GaussianLikelihood",
@@ -96,6 +98,7 @@ __all__ = [
     "compare_posteriors",
     "components",
     "exact_posterior",
+    "export",
     "fit",
     "learn_novelty",
     "load",

@@ -17,7 +17,6 @@ the weights of all nodes: w(1 - |x - m|) for node m, zero where this is further 
 Nothing cancels, on grids of any spacing.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -86,6 +85,7 @@ class NodeWeights(nn.Module):
 
     delta: Tensor
     coefficients: Tensor
+    inverse: Tensor
 
     def __init__(self, num_nodes: int, delta: Tensor, dtype: torch.dtype):
         super().__init__()
@@ -157,6 +157,8 @@ class KernelFeatures(nn.Module):
 
     factor: Tensor
     nodes: Tensor
+    delta: Tensor
+    weights: NodeWeights | None
 
     def __init__(self, activation: KernelActivation, dtype: torch.dtype):
         super().__init__()
@@ -181,14 +183,16 @@ class KernelFeatures(nn.Module):
             k = self.weights.ratio((1 - distance).relu(), per_node=True) * decay.unsqueeze(-1)
         else:
             delta = self.delta.unsqueeze(-1) if self.delta.dim() > 0 else self.delta
-            k = self.kernel.of_scaled_distance((x.double().unsqueeze(-1) - self.nodes).abs() * delta)
+            k = self.kernel.of_scaled_distance(
+                (x.double().unsqueeze(-1) - self.nodes).abs() * delta
+            )
         if self.factor.dim() == 2:
             return (k @ self.factor).to(self.dtype)
         return (k.transpose(0, 1) @ self.factor).transpose(0, 1).to(self.dtype)
 
 
 class PortableMoments(nn.Module):
-    """q(f) at coordinates x `(N, P)`: `FunctionMoments`, for Gaussian weights that stay as they are.
+    """q(f) at coordinates x `(N, P)`: for Gaussian weights that stay as they are.
 
     The base of `LocalMoments` and `DenseMoments`, of which `of` takes the one that suits.
 
@@ -198,6 +202,8 @@ class PortableMoments(nn.Module):
         lost: variances in the prior of the weights z, `(F, P)`, to add what the grid loses of them;
             None to leave it out.
     """
+
+    lost_var: Tensor | None
 
     def __init__(self, layer: AdditiveLayer, lost: Tensor | None):
         super().__init__()
@@ -255,6 +261,16 @@ def _with_unit_scales(layer: AdditiveLayer, flat: Tensor) -> Tensor:
 class LocalMoments(PortableMoments):
     """The local form, for a Markov kernel and independent units."""
 
+    mean0: Tensor
+    mean1: Tensor
+    var0: Tensor
+    var1: Tensor
+    twice_cov: Tensor
+    mu: Tensor
+    mu_var: Tensor
+    linear: Tensor
+    linear_var: Tensor
+
     def __init__(self, layer: AdditiveLayer, weights: WeightMoments, lost: Tensor | None):
         super().__init__(layer, lost)
         activation, (P, F), M = layer.activation, _sizes(layer), layer.activation.num_inducing
@@ -310,6 +326,12 @@ class LocalMoments(PortableMoments):
 
 class DenseMoments(PortableMoments):
     """The dense form, for any kernel and any Gaussian weights."""
+
+    loc: Tensor
+    var: Tensor
+    root: Tensor
+    first_row: Tensor
+    shared: Tensor
 
     def __init__(self, layer: AdditiveLayer, weights: WeightMoments, lost: Tensor | None):
         super().__init__(layer, lost)

@@ -48,7 +48,7 @@ _MANY_ROWS = 2**31
 
 def entropy(probs: Tensor) -> Tensor:
     """The entropy of probabilities over the last axis, in nats; 0 log 0 is 0."""
-    return -(probs * probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(-1)
+    return -(probs * torch.where(probs > 0, probs, 1.0).log()).sum(-1)
 
 
 @torch.no_grad()
@@ -59,15 +59,7 @@ def weight_moments(guide: GaussianGuide, with_shift: bool = True) -> WeightMomen
     it is left out unless `with_shift`.
     """
     if type(guide) is MeanFieldGuide or type(guide) is UnitBlockGuide:
-        names = [name for name in guide.weight_sites if name != "z"]
-        pairs: list[Any] = [guide.normal(name) for name in names]
-        loc, scale = ([part.reshape(len(part), -1) for part in column] for column in zip(*pairs))
-        loc.append(guide.z_loc.flatten(-2))
-        if isinstance(guide, UnitBlockGuide):
-            scale.append(torch.zeros_like(loc[-1]))
-            return WeightMoments(torch.cat(loc, -1), torch.cat(scale, -1), guide.z_scale_tril)
-        scale.append(guide.z_scale.flatten(-2))
-        return WeightMoments(torch.cat(loc, -1), torch.cat(scale, -1))
+        return _of_independent_units(guide)
     if type(guide) is LowRankGuide:
         parts = [guide.split(p) for p in (guide.loc, guide.log_scale.exp(), guide.factor.mT)]
         loc, scale, shared = (_flat(weights) for weights in parts)
@@ -89,6 +81,18 @@ def weight_moments(guide: GaussianGuide, with_shift: bool = True) -> WeightMomen
     )
 
 
+def _of_independent_units(guide: MeanFieldGuide | UnitBlockGuide) -> WeightMoments:
+    others: list[Any] = [guide.normal(name) for name in guide.weight_sites if name != "z"]
+    z_loc = guide.z_loc.flatten(-2)
+    is_block = isinstance(guide, UnitBlockGuide)
+    z_scale = torch.zeros_like(z_loc) if is_block else guide.z_scale.flatten(-2)
+    loc, scale = (
+        torch.cat([*(part.reshape(len(z), -1) for part in column), z], -1)
+        for column, z in zip(zip(*others, strict=True), (z_loc, z_scale), strict=True)
+    )
+    return WeightMoments(loc, scale, guide.z_scale_tril if is_block else None)
+
+
 def _flat(weights: Any) -> Tensor:
     """Weights, with any batch in front, in the order of `AdditiveLayer.design`, `(..., F, K)`."""
     linear = [] if weights.linear is None else [weights.linear]
@@ -105,22 +109,26 @@ class UnitCoordinates(nn.Module):
 
     weight: Tensor
     shift: Tensor
+    gain: Tensor
+    offset: Tensor
 
     def __init__(self, model: DAK, with_features: bool):
         super().__init__()
         self.with_features = with_features
         self.names: list[str] | None = None  # of the parts of x, if x is a dictionary
-        self.gain, self.offset = grid_coordinates(model.layer)
+        gain, offset = torch.tensor(grid_coordinates(model.layer), dtype=torch.float64)
         found = affine_parts(model, 0 if with_features else _MANY_ROWS)
         self.model = model if found is None else None
+        like = model.layer.log_unit_scale
+        self.register_buffer("gain", gain.to(like))
+        self.register_buffer("offset", offset.to(like))
         if found is not None:
             layers, weight, shift = found
             self.network = nn.Sequential(*layers) if len(layers) != 1 else layers[0]
             self.has_matrix = model.embedding is not None
             # The map is made in double precision, so that the grid has no part in its rounding.
             weight, shift = (part.detach().double() for part in (weight, shift.squeeze(-1)))
-            weight, shift = self.gain * weight, self.gain * shift + self.offset
-            like = model.layer.log_unit_scale
+            weight, shift = gain * weight, gain * shift + offset
             weight = weight.mT if self.has_matrix else weight.squeeze(-1)
             self.register_buffer("weight", weight.to(like).contiguous())
             self.register_buffer("shift", shift.to(like))
@@ -315,6 +323,10 @@ class PortableModel(nn.Module):
         facts: what else is known about the predictions, as plain data.
     """
 
+    mean_factor: Tensor
+    scale_factor: Tensor
+    leverage: nn.Module | None
+
     def __init__(self, member: Member, likelihood: Likelihood, number: float | None):
         super().__init__()
         self.member, self.likelihood = member, likelihood
@@ -327,7 +339,7 @@ class PortableModel(nn.Module):
         self.register_buffer("mean_factor", q.mean.to(member.moments.dtype))
         self.register_buffer("scale_factor", q.var.sqrt().to(member.moments.dtype))
         self.classes: ClassProbabilities | None = None
-        self.leverage: nn.Module | None = None
+        self.leverage = None
         self.tails: PortableTails | None = None
 
     def _rescaled(self, q: FunctionMoments) -> FunctionMoments:

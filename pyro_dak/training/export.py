@@ -44,7 +44,7 @@ from pyro_dak.validation import (
 
 __all__ = [
     "FACTS",
-    "SEAL",
+    "FORMAT_VERSION",
     "ExportError",
     "Exported",
     "Format",
@@ -60,9 +60,11 @@ Format = Literal["onnx", "torch"]
 
 FORMAT_VERSION = 1
 # The key of what a file says about itself, and that of its checksum.
-FACTS, SEAL = "pyro_dak", "pyro_dak_sha256"
+FACTS, _SEAL = "pyro_dak", "pyro_dak_sha256"
 # An ONNX file of more bytes cannot be made in one piece.
 _MAX_ONNX_BYTES = 2**31 - 1
+# Marks the names of inputs and outputs, and those of all other values, in a graph.
+_OUTER, _INNER = "outer_", "v_"
 _NUM_EXAMPLES, _NUM_CHECKED = 4, 64
 # Novelty counts reference rows, and rounding moves a score past some of them. In double precision
 # it hardly ever does; in single precision, where the entropies of sure rows are rounded, it does.
@@ -388,12 +390,23 @@ def _traced(function: Function) -> Any:
     # Pyro's distributions look at values, unless they are told not to.
     with _quietly(), pyro_lock, pyro.validation_enabled(False), torch.no_grad():
         try:
-            return torch.export.export(function.module, examples, dynamic_shapes=shapes)
+            return torch.export.export(_Called(function.module), examples, dynamic_shapes=shapes)
         except Exception as error:  # of many kinds, some of them private
             raise ExportError(
                 f"The model cannot be traced by torch.export: {_first_line(error)} Its network may "
                 "not ask what its inputs hold, nor fix the number of rows."
             ) from error
+
+
+class _Called(nn.Module):
+    """A module called with all of its inputs, whatever it calls them."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *x: Tensor) -> Any:
+        return self.module(*x)
 
 
 def _first_line(error: Exception) -> str:
@@ -439,11 +452,11 @@ def _onnx_bytes(program: Any, function: Function, facts: dict[str, Any]) -> byte
     """The program as an ONNX file, with facts and checksum."""
     try:
         with _quietly():
-            made = torch.onnx.export(
+            made: Any = torch.onnx.export(
                 program,
                 (),
-                input_names=[*function.inputs],
-                output_names=[*function.expected],
+                input_names=[f"{_OUTER}{name}" for name in function.inputs],
+                output_names=[f"{_OUTER}{name}" for name in function.expected],
                 dynamo=True,
                 verbose=False,
             )
@@ -465,8 +478,22 @@ def _onnx_bytes(program: Any, function: Function, facts: dict[str, Any]) -> byte
 
 
 def _cleaned(proto: Any) -> Any:
-    """The model without notes on how it was made, which name files, and with axes called "rows"."""
+    """The model without notes on how it was made, which name files, and with axes called "rows".
+
+    Inside, the exporter may call other values like the inputs and outputs; these are renamed.
+    """
     graph = proto.graph
+
+    def renamed(name: str) -> str:
+        if name.startswith(_OUTER):
+            return name.removeprefix(_OUTER)
+        return f"{_INNER}{name}" if name else name  # without a name, an optional input is left out
+
+    for node in graph.node:
+        node.input[:] = map(renamed, node.input)
+        node.output[:] = map(renamed, node.output)
+    for value in [*graph.input, *graph.output, *graph.initializer]:
+        value.name = renamed(value.name)
     del graph.value_info[:]
     del graph.metadata_props[:]
     for part in [*graph.node, *graph.input, *graph.output, *graph.initializer]:
@@ -481,7 +508,7 @@ def _cleaned(proto: Any) -> Any:
 
 def sealed(body: bytes) -> bytes:
     """An ONNX file with the checksum of its bytes as one more entry of its metadata, at the end."""
-    pair = [SEAL.encode(), hashlib.sha256(body).hexdigest().encode()]
+    pair = [_SEAL.encode(), hashlib.sha256(body).hexdigest().encode()]
     # Fields 1 and 2 of an entry, and field 14 of a model, all with their lengths in one byte.
     entry = b"".join(bytes([8 * (k + 1) + 2, len(t)]) + t for k, t in enumerate(pair))
     return body + bytes([8 * 14 + 2, len(entry)]) + entry
