@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import math
+import socket
 import tempfile
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -182,7 +183,10 @@ def main() -> None:
     limits = Limits(rows=options.max_rows, waiting=options.queue)
     model = open_model(options.model, options.threads)
     app = create_app(model, limits, options.level, options.allow_unknown)
-    uvicorn.run(app, host=options.host, port=options.port, access_log=False, log_level="warning")
+    with socket.create_server((options.host, options.port)) as listener:
+        print(f"Serving on port {listener.getsockname()[1]}", flush=True)
+        config = uvicorn.Config(app, access_log=False, log_level="warning")
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

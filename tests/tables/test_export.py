@@ -54,7 +54,9 @@ def classes(y):
 def fitted(name):
     X, y = table(240)
     if name == "several outputs of an array":
-        return DAKRegressor(ensemble_size=2, **FAST).fit(X[["size", "gap"]].to_numpy(), np.c_[y, -y])
+        return DAKRegressor(ensemble_size=2, **FAST).fit(
+            X[["size", "gap"]].to_numpy(), np.c_[y, -y]
+        )
     if name == "after partial_fit":
         own = DAKRegressor(ensemble_size=2, heteroscedastic=False, **FAST).fit(X, y)
         return own.partial_fit(X[:20], y[:20])

@@ -132,7 +132,7 @@ def test_a_difference_to_predict_is_an_error_and_leaves_no_file(case, tmp_path, 
         return replace(prediction, mean=prediction.mean + 1e-3)
 
     monkeypatch.setattr(exporting, "predict", spoilt)
-    with pytest.raises(ExportError, match="`mean` .* differs from `predict`"):
+    with pytest.raises(ExportError, match=r"`mean` .* differs from `predict`"):
         export(case.model, case.guide, tmp_path / "model.pt2", "torch", x=case.x)
     assert list(tmp_path.iterdir()) == []
 
@@ -195,10 +195,10 @@ def test_other_files_are_refused(tmp_path, file):
     with pytest.raises(CheckpointError, match="is not an ONNX file that pyro_dak has exported"):
         read_exported(other)
     other.write_bytes(exporting.sealed(model.SerializeToString()))  # sealed, but says nothing
-    with pytest.raises(CheckpointError, match="other.onnx"):
+    with pytest.raises(CheckpointError, match=r"other\.onnx"):
         read_exported(other)
     other.write_bytes(exporting.sealed(b"\x08\x0aNonsense"))
-    with pytest.raises(CheckpointError, match="other.onnx"):
+    with pytest.raises(CheckpointError, match=r"other\.onnx"):
         read_exported(other)
     other.write_bytes(b"PK\x03\x04 a zip file" * 20)
     with pytest.raises(CheckpointError, match="expected an ONNX file"):
