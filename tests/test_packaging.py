@@ -17,8 +17,8 @@ CORE_ONLY = """
 import sys
 from importlib.machinery import PathFinder
 
-EXTRAS = {"arviz", "gpytorch", "matplotlib", "pandas", "pyarrow", "rich", "scipy", "sklearn",
-          "torchmetrics", "torchvision", "typer", "xarray"}
+EXTRAS = {"arviz", "fastapi", "gpytorch", "matplotlib", "onnx", "onnxruntime", "pandas", "pyarrow",
+          "rich", "scipy", "sklearn", "torchmetrics", "torchvision", "typer", "xarray"}
 find = PathFinder.find_spec
 
 class CoreOnly(PathFinder):

@@ -15,7 +15,8 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -413,13 +414,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-class _quietly(warnings.catch_warnings):
+@contextmanager
+def _quietly() -> Iterator[None]:
     """A context that hides what the exporters of torch say of themselves."""
-
-    def __enter__(self) -> Any:
-        log = super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return log
+        yield
 
 
 def _fingerprint(program: Any) -> str:
