@@ -18,7 +18,7 @@ from typing import Any
 import pyro
 import torch
 
-from benchmarks import complexity, growth, images, natural, race, serving, training
+from benchmarks import complexity, exporting, growth, images, natural, race, serving, training
 from benchmarks.steps import Row
 
 __all__ = ["CASES", "format_rows", "main", "measure", "run"]
@@ -28,6 +28,7 @@ CASES: dict[str, Callable[[int, bool], list[Row]]] = {
     "images": images.run,
     "natural": natural.run,
     "serving": serving.run,
+    "exporting": exporting.run,
     "growth": growth.run,
     "complexity": complexity.run,
     "race": race.run,

@@ -48,6 +48,7 @@ from pyro_dak.prediction import (
 )
 from pyro_dak.training.card import write_card
 from pyro_dak.training.checkpoint import CheckpointError, load, save
+from pyro_dak.training.export import ExportError, export
 from pyro_dak.training.fit import TrainingError, fit
 from pyro_dak.training.head import DAKHead
 from pyro_dak.training.parquet import ParquetRows
@@ -69,6 +70,7 @@ __all__ = [
     "DAKHead",
     "DAKRegressor",
     "DyadicGrid",
+    "ExportError",
     "FullRankGuide",
     "GammaScalePrior",
     "GaussianLikelihood",
@@ -99,6 +101,7 @@ __all__ = [
     "compare_posteriors",
     "components",
     "exact_posterior",
+    "export",
     "fit",
     "learn_novelty",
     "load",

@@ -25,9 +25,10 @@ CORE_ONLY = """
 import sys
 from importlib.machinery import PathFinder
 
-EXTRAS = {"accelerate", "arviz", "botorch", "gpytorch", "jaxtyping", "lightning",
-          "lightning_fabric", "matplotlib", "pandas", "pyarrow", "pytorch_lightning", "rich",
-          "scipy", "sklearn", "torchmetrics", "torchvision", "transformers", "typer", "xarray"}
+EXTRAS = {"accelerate", "arviz", "botorch", "fastapi", "gpytorch", "jaxtyping", "lightning",
+          "lightning_fabric", "matplotlib", "onnx", "onnxruntime", "pandas", "pyarrow",
+          "pytorch_lightning", "rich", "scipy", "sklearn", "torchmetrics", "torchvision",
+          "transformers", "typer", "xarray"}
 find = PathFinder.find_spec
 
 class CoreOnly(PathFinder):

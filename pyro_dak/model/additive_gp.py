@@ -368,17 +368,17 @@ class AdditiveGP(PyroModule):
 
         sum_p sigma_p^2 Var(z) (1 - phi phi^T), for a prior of z that is the same at every node.
         """
-        return self.layer.unit_residuals(h) @ self._node_variances(h).mT  # (N, P) @ (P, F)
+        return self.layer.unit_residuals(h) @ self.node_variances(h).mT  # (N, P) @ (P, F)
 
     def residual_covariance(self, h: Tensor) -> Tensor:
         """Prior covariance between rows that the grid loses, `(..., F, N, N)`.
 
         sum_p sigma_p^2 Var(z) (k(h, h') - phi phi'^T), with `residual_variance` on the diagonal.
         """
-        var, lost = self._node_variances(h), self.layer.unit_residual_covariances(h)
+        var, lost = self.node_variances(h), self.layer.unit_residual_covariances(h)
         return torch.einsum("fp,...pnm->...fnm", var, lost)
 
-    def _node_variances(self, like: Tensor) -> Tensor:
+    def node_variances(self, like: Tensor) -> Tensor:
         """Prior variance of z, the same at every node of a unit, `(F, P)`."""
         if self.has_shrinkage or self.scale_shapes:
             site = "shrinkage" if self.has_shrinkage else next(iter(self.scale_shapes))

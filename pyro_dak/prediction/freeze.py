@@ -22,7 +22,7 @@ from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
 from pyro_dak.model.rows import Inputs, call
 
-__all__ = ["freeze", "freeze_with_features"]
+__all__ = ["affine_parts", "freeze", "freeze_with_features"]
 
 _COMPILED: WeakKeyDictionary[DAK, Compiled] = WeakKeyDictionary()
 
@@ -133,13 +133,12 @@ def _moments_at(
         return FunctionMoments(mean, var, q.root), features
 
 
-def _frozen_units(
-    model: DAK, num_rows: int
-) -> tuple[Callable[[Inputs], Tensor], Callable[[Tensor], Tensor] | None]:
-    """`model.unit_inputs` in two steps: the network, and the affine map from there to the units.
+def affine_parts(model: DAK, num_rows: int) -> tuple[list[nn.Module], Tensor, Tensor] | None:
+    """Layers of the network, and the affine map from what they return to the unit inputs.
 
     The map is embedding and scaling, and a linear layer at the end of the network too, where this
-    pays. Where these are not the plain ones, the first step is all of `model.unit_inputs`.
+    pays for so many rows. It is a matrix `(P, K)`, or `(P, 1)` of gains without an embedding, and a
+    shift `(P, 1)`. The result is None where embedding, scaling or model are not the plain ones.
     """
     embedding, scaling = model.embedding, model.scaling
     parts: list[tuple[nn.Module, type]] = [(model, DAK), (scaling, type(scaling))]
@@ -147,12 +146,26 @@ def _frozen_units(
     is_other = model.num_input_units > 0 or model.features_fn is not None
     is_other = is_other or (embedding is not None and embedding.bias is not None)
     if is_other or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
-        return model.unit_inputs, None
+        return None
     gain, shift = scaling.affine(scaling.first, scaling.second)
     matrix = None if embedding is None else embedding.weight
-    layers, weight, shift = affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
-    width = model.feature_dim if embedding is None else weight.shape[1]
-    apply_map = torch.addcmul if embedding is None else torch.addmm
+    return affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
+
+
+def _frozen_units(
+    model: DAK, num_rows: int
+) -> tuple[Callable[[Inputs], Tensor], Callable[[Tensor], Tensor] | None]:
+    """`model.unit_inputs` in two steps: the network, and the affine map from there to the units.
+
+    Where there is no such map, the first step is all of `model.unit_inputs`.
+    """
+    found = affine_parts(model, num_rows)
+    if found is None:
+        return model.unit_inputs, None
+    layers, weight, shift = found
+    has_embedding = model.embedding is not None
+    width = weight.shape[1] if has_embedding else model.feature_dim
+    apply_map = torch.addmm if has_embedding else torch.addcmul
     first, *others = layers or [nn.Identity()]
 
     def network(x: Inputs) -> Tensor:

@@ -66,6 +66,7 @@ __all__ = [
     "minus_log_tail",
     "novelty_of_features",
     "tail_share",
+    "tail_spread",
 ]
 
 # The most numbers of features that are kept in memory, and of inputs.
@@ -279,11 +280,15 @@ def minus_log_tail(score: Tensor, reference: Tensor) -> Tensor:
     part = ((score - low) / (high - low)).nan_to_num(0.0).clamp(0, 1)
     inside = torch.lerp(values[right], at_reference[right], part)
     tiny = torch.finfo(score.dtype).tiny
-    number = min(n, max(_TAIL_ROWS, round(_TAIL_SHARE * n)))
-    logs = reference[-number:].clamp(min=tiny).log()
-    spread = (logs.mean() - logs[0]).clamp(min=1e-3)  # 1 / a
-    beyond = (score.clamp(min=tiny).log() - largest.clamp(min=tiny).log()) / spread
-    return inside + beyond.clamp(min=0)
+    beyond = score.clamp(min=tiny).log() - largest.clamp(min=tiny).log()
+    return inside + (beyond / tail_spread(reference)).clamp(min=0)
+
+
+def tail_spread(reference: Tensor) -> Tensor:
+    """1 / a of `minus_log_tail`, for a sorted reference `(n,)`; a scalar."""
+    number = min(len(reference), max(_TAIL_ROWS, round(_TAIL_SHARE * len(reference))))
+    logs = reference[-number:].clamp(min=torch.finfo(reference.dtype).tiny).log()
+    return (logs.mean() - logs[0]).clamp(min=1e-3)
 
 
 class Novelty(nn.Module):

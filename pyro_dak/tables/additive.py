@@ -22,11 +22,18 @@ from pyro_dak.model.likelihoods import CategoricalLikelihood
 from pyro_dak.tables.additive_files import read_additive, write_additive
 from pyro_dak.tables.base import scales
 from pyro_dak.tables.estimators import validated_labels
+from pyro_dak.tables.exporting import export_estimator, made_up_rows, raw_rows
+from pyro_dak.tables.portable import (
+    PortableAdditive,
+    PortableAdditiveClassifier,
+    PortableAdditiveRegressor,
+)
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, fit_student
 from pyro_dak.tables.schema import Columns, as_frame, learn_columns, raw_columns
 from pyro_dak.tables.shapes import Posterior, Rows, choose_pairs, fit_classes, fit_numbers
 from pyro_dak.tables.terms import CategoryTerm, Column, Hats, NumberTerm, PairTerm, Term
 from pyro_dak.training.checkpoint import MAX_BYTES
+from pyro_dak.training.export import Exported, Format
 from pyro_dak.validation import check_integer, check_probability
 
 __all__ = ["DAKAdditiveClassifier", "DAKAdditiveRegressor", "Explanation", "ShapeFunction"]
@@ -454,6 +461,35 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         check_is_fitted(self)
         return write_additive(self, path, overwrite, None)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: Format = "onnx",
+        *,
+        x: Any = None,
+        tolerance: float = 1e-5,
+        overwrite: bool = False,
+        target: str | None = None,
+    ) -> Exported:
+        """Write the fitted estimator to one file that predicts without pyro_dak.
+
+        Inputs, outputs and arguments are those of `DAKRegressor.export`; there is no novelty.
+        """
+        check_is_fitted(self)
+        columns = self.columns_
+        if x is None:
+            terms = dict(zip(columns.names, self.posterior_.terms, strict=False))
+            own: list[Any] = [terms[name] for name in columns.medians]
+            loc, scale = [term.loc for term in own], [term.scale for term in own]
+            x = made_up_rows(columns, loc, scale, hasattr(self, "feature_names_in_"))
+        raw = raw_rows(self._columns(x), columns)
+        places = (path, format, tolerance, overwrite, target)
+        return export_estimator(self, self._portable(), x, raw, columns, *places)
+
+    def _portable(self) -> PortableAdditive:
+        """The module from raw rows to predictions."""
+        raise NotImplementedError
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:
         """The estimator that `save` wrote. Loading it runs no code from the files.
@@ -546,6 +582,9 @@ class DAKAdditiveRegressor(RegressorMixin, _AdditiveEstimator):
         aleatoric = np.full_like(var, factor * self.noise_scale_**2)
         return StudentPrediction(mean, factor * var, aleatoric, self.tail_df_)
 
+    def _portable(self) -> PortableAdditive:
+        return PortableAdditiveRegressor(self)
+
     def posterior_moments(self, X: Any) -> tuple[Array, Array]:
         """Mean and variance of the function without noise, `(N,)` each, exact and uncalibrated."""
         columns = self._columns(X)
@@ -615,6 +654,9 @@ class DAKAdditiveClassifier(ClassifierMixin, _AdditiveEstimator):
         log_probs, entropy = CategoricalLikelihood().class_probabilities(moments, draws)
         probs = log_probs.exp()
         return ClassMixture((probs / probs.sum(-1, keepdim=True)).numpy(), entropy.numpy())
+
+    def _portable(self) -> PortableAdditive:
+        return PortableAdditiveClassifier(self, _NUM_DRAWS)
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, `(N, C)`, in the order of `classes_`."""

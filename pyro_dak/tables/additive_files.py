@@ -11,7 +11,7 @@ import torch
 from sklearn.base import is_classifier
 
 from pyro_dak.tables.predictive import Array
-from pyro_dak.tables.saving import _from_labels, _labels, read_content
+from pyro_dak.tables.saving import labels_from_json, labels_to_json, read_content
 from pyro_dak.tables.schema import Columns
 from pyro_dak.tables.shapes import Posterior
 from pyro_dak.tables.terms import Basis, CategoryTerm, Hats, Levels, NumberTerm, PairTerm, Term
@@ -58,8 +58,8 @@ def write_additive(
         "name": type(estimator).__name__,
         "parameters": _plain(estimator.get_params()),
         "values": {name: state[name] for name in _VALUES if name in state},
-        "feature_names": _labels(state.get("feature_names_in_")),
-        "classes": _labels(state.get("classes_")),
+        "feature_names": labels_to_json(state.get("feature_names_in_")),
+        "classes": labels_to_json(state.get("classes_")),
         "columns": state["columns_"].to_json(),
         "terms": descriptions,
     }
@@ -119,7 +119,7 @@ def read_additive(
         state = {name: v for name, v in content["values"].items() if name in _VALUES}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
-                state[name] = _from_labels(content[key], max_bytes)
+                state[name] = labels_from_json(content[key], max_bytes)
         state["columns_"] = Columns.from_json(content["columns"])
         terms = [_term(d, index, arrays, state) for index, d in enumerate(content["terms"])]
         parts = [arrays[f"posterior.{name}"] for name in _POSTERIOR]

@@ -26,6 +26,7 @@ from pyro_dak.model.modes import with_own_tensors
 from pyro_dak.prediction.results import NoveltyScores
 from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
+from pyro_dak.tables.exporting import export_estimator, made_up_rows, raw_rows
 from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.rows import (
@@ -41,9 +42,10 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
-from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns
+from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns, raw_columns
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.data import Data
+from pyro_dak.training.export import Exported, Format
 from pyro_dak.training.loop import seeded
 from pyro_dak.training.plan import Plan
 from pyro_dak.validation import check_choice, check_integer, check_positive, check_probability
@@ -279,6 +281,56 @@ class TableEstimator(Parameters, BaseEstimator):
         """
         check_is_fitted(self)
         return write_estimator(self, path, overwrite, None)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: Format = "onnx",
+        *,
+        x: Any = None,
+        novelty: bool = True,
+        tolerance: float = 1e-5,
+        overwrite: bool = False,
+        target: str | None = None,
+    ) -> Exported:
+        """Write the fitted estimator to one file that predicts without pyro_dak.
+
+        The file maps rows of the table to what `predict_dist` says, in double precision: `mean`,
+        `epistemic` and `aleatoric`, variances, and `scale`, `(N, C)`; for classes `probs` `(N, K)`,
+        `entropy` and `expected_entropy`; and `novelty`. Standardisation, missing values, dates and
+        categories are in it. Its inputs are `x`, the columns of numbers and of dates, in days since
+        1970, with NaN for missing ones; and in ONNX `categories`, texts, with "(missing)" for
+        missing ones. A program of torch has no texts: there the categories follow in `x` as their
+        places, which the file lists under "codes", or -1. The file says all this about itself.
+
+        Args:
+            path: the file.
+            format: "onnx", which needs `pip install pyro_dak[onnx]`, or "torch".
+            x: rows of a table to compare the file with `predict_dist` at; by default made-up rows.
+            novelty: whether novelty is in it.
+            tolerance: the largest difference that is allowed (see `pyro_dak.export`).
+            overwrite: whether a file that exists may be replaced.
+            target: the name of the target, which the file keeps.
+        """
+        check_is_fitted(self)
+        columns = self.__dict__.get("columns_")
+        if columns is None:  # a model of an earlier version
+            names = _names(self.n_features_in_)
+            columns = Columns(names, dict.fromkeys(names, 0.0))
+        if x is None:
+            D = len(columns.medians)
+            scales_of_x = self.x_mean_[:D], self.x_scale_[:D]
+            x = made_up_rows(columns, *scales_of_x, hasattr(self, "feature_names_in_"))
+        X = self._validated_inputs(x, is_first=False)
+        is_frame = isinstance(X, pd.DataFrame)
+        raw = raw_rows(raw_columns(X, columns) if is_frame else [*X.T.astype(np.float64)], columns)
+        module = self._portable(novelty)
+        places = (path, format, tolerance, overwrite, target)
+        return export_estimator(self, module, x, raw, columns, *places)
+
+    def _portable(self, novelty: bool) -> nn.Module:
+        """The module from raw rows to predictions."""
+        raise NotImplementedError
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Any:

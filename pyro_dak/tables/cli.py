@@ -1,4 +1,4 @@
-"""The command line: `pyro-dak fit`, `predict`, `evaluate`, `explain`, `info`.
+"""The command line: `pyro-dak fit`, `predict`, `evaluate`, `explain`, `info`, `export`.
 
 Data go to stdout or to a file; messages and progress go to stderr. The exit code is 0 if all went
 well, 1 after a failure, with one line that says what is wrong, and 2 after wrong usage. Output that
@@ -32,6 +32,7 @@ from pyro_dak.tables.additive import DAKAdditiveClassifier, DAKAdditiveRegressor
 from pyro_dak.tables.additive_files import read_additive, stored_name, write_additive
 from pyro_dak.tables.estimators import DAKClassifier, DAKRegressor
 from pyro_dak.tables.explain import additive_page, dependence_page
+from pyro_dak.tables.exported import prediction_columns, read_table_model
 from pyro_dak.tables.files import (
     STANDARD,
     TableError,
@@ -54,7 +55,9 @@ from pyro_dak.tables.schema import (
     typed,
 )
 from pyro_dak.tables.streaming import LARGE_TABLE, TableRows, fit_files, is_large
-from pyro_dak.training.checkpoint import CheckpointError, check_replaceable
+from pyro_dak.training.checkpoint import CheckpointError, check_replaceable, load
+from pyro_dak.training.export import ExportError, Format
+from pyro_dak.training.export import export as export_model
 from pyro_dak.training.files import write_whole
 from pyro_dak.validation import import_optional
 
@@ -66,6 +69,9 @@ _ADDITIVE = {
     "DAKAdditiveClassifier": DAKAdditiveClassifier,
     "DAKAdditiveRegressor": DAKAdditiveRegressor,
 }
+
+# Errors whose message says all.
+_EXPECTED = CheckpointError | ExportError | ImportError | OSError | TableError
 
 # The options in front of the command set this at every call.
 _settings = {"debug": False}
@@ -115,7 +121,7 @@ def _failing_clearly(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             _say("Interrupted.")
         except Exception as error:
-            is_expected = isinstance(error, CheckpointError | ImportError | OSError | TableError)
+            is_expected = isinstance(error, _EXPECTED)
             message = " ".join(str(error).split()) or type(error).__name__
             hint = "" if is_expected else " (`pyro-dak --debug ...` shows where.)"
             _say(f"Error: {message}{hint}")
@@ -281,7 +287,9 @@ def _fit_files(
 @app.command()
 @_failing_clearly
 def predict(
-    model: ModelPath,
+    model: Annotated[
+        Path, typer.Argument(help="The directory that fit has written, or an exported ONNX file.")
+    ],
     table: Annotated[
         Path, typer.Argument(help="A CSV or Parquet file with rows to predict, or -.")
     ],
@@ -301,20 +309,14 @@ def predict(
         raise typer.BadParameter("must lie between 0 and 1.", param_hint="--level")
     if out is not None and out != STANDARD:
         check_writable(out, force)
-    estimator, _, _ = _load(model, quiet)
-    X = _inputs(table, estimator.columns_, delimiter, ignore_unknown)[1]
+    is_exported = model.exists() and not model.is_dir()
+    predictor: Any = read_table_model(model) if is_exported else _load(model, quiet)[0]
+    X = _inputs(table, predictor.columns_, delimiter, ignore_unknown)[1]
     with _naming(table):
-        prediction = estimator.predict_dist(X)
-    if is_regressor(estimator):
-        lower, upper = prediction.interval(level)
-        columns = {"mean": prediction.mean, "std": prediction.std, "lower": lower, "upper": upper}
-    else:
-        columns = {"label": estimator.classes_[prediction.probs.argmax(-1)]}
-        names = enumerate(estimator.classes_)
-        columns |= {f"p_{name}": prediction.probs[:, k] for k, name in names}
-    if prediction.novelty_scores is not None:  # models of earlier versions have none
-        columns["novelty"] = prediction.novelty
-    result = pd.DataFrame(columns)
+        prediction = predictor.predict_dist(X)
+    classes = getattr(predictor, "classes_", None)
+    has_intervals = not is_exported or predictor.has_intervals
+    result = pd.DataFrame(prediction_columns(prediction, classes, level, has_intervals))
     if out is None or out == STANDARD:
         result.to_csv(sys.stdout, index=False)
         sys.stdout.flush()
@@ -391,6 +393,54 @@ def explain(
         lambda temporary: temporary.write_text(page, encoding="utf-8"),
         lambda: check_writable(out, force),
     )
+
+
+@app.command()
+@_failing_clearly
+def export(
+    model: ModelPath,
+    onnx: Annotated[Path | None, typer.Option("--onnx", help="The ONNX file to write.")] = None,
+    torch_file: Annotated[
+        Path | None, typer.Option("--torch", help="The torch.export file to write, a .pt2.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="A CSV or Parquet file with rows to compare at, or -.")
+    ] = None,
+    delimiter: Delimiter = None,
+    ignore_unknown: Unknown = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a model to one file that predicts without pyro_dak.
+
+    An ONNX file needs no Python, and `predict` takes it too. The file is compared with the model,
+    at the rows of --check or else at made-up rows, and written only if they agree.
+    """
+    files: list[tuple[Format, Path]] = [("onnx", onnx)] if onnx is not None else []
+    files += [("torch", torch_file)] if torch_file is not None else []
+    if not files:
+        raise typer.BadParameter("say where to export to.", param_hint="--onnx or --torch")
+    for _, path in files:
+        if path == STANDARD:
+            raise typer.BadParameter("a model goes to a file.", param_hint="--onnx or --torch")
+        check_writable(path, force)
+    if stored_name(model) is None:  # what `pyro_dak.save` has written
+        if check is not None:
+            raise typer.BadParameter("is for models of `pyro-dak fit`.", param_hint="--check")
+        loaded = load(model)
+        reports = [export_model(*loaded, path, kind, overwrite=force) for kind, path in files]
+    else:
+        estimator, target, _ = _load(model, quiet)
+        x = None
+        if check is not None:
+            x = _inputs(check, estimator.columns_, delimiter, ignore_unknown)[1]
+        options: dict[str, Any] = {"x": x, "overwrite": force, "target": target.name}
+        reports = [estimator.export(path, kind, **options) for kind, path in files]
+    for report in () if quiet else reports:
+        differences = [f"{name} {value:.1e}" for name, value in report.differences.items()]
+        facts = {"saved to": report.path, "fingerprint": report.fingerprint[:16]}
+        rows = f"greatest difference at {report.num_rows} rows"
+        _print_pairs(facts | {rows: ", ".join(differences)}, Console(stderr=True))
 
 
 @app.command()

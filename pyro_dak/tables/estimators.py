@@ -15,6 +15,7 @@ from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
 from pyro_dak.model import likelihoods
 from pyro_dak.tables.base import Parameters, TableEstimator, scales, standardized
 from pyro_dak.tables.ensemble import Ensemble
+from pyro_dak.tables.portable import PortableClassifier, PortableRegressor
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction, calibrate
 from pyro_dak.tables.rows import Rows, effective_number
 from pyro_dak.validation import check_real
@@ -209,6 +210,9 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             self._novelty_scores(all_leverages),
         )
 
+    def _portable(self, novelty: bool) -> PortableRegressor:
+        return PortableRegressor(self, novelty)
+
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y, `(N,)` or `(N, C)`; with `return_std` also its standard deviation."""
         prediction = self._predict_dist(X)
@@ -331,6 +335,9 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         probs = _log_probs(moments, self.calibration_)[0].exp()  # (E, N, K)
         mixture = torch.special.entr(probs.mean(0)).sum(-1)
         return torch.special.entr(probs).sum(-1), mixture
+
+    def _portable(self, novelty: bool) -> PortableClassifier:
+        return PortableClassifier(self, _NUM_DRAWS, novelty)
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, `(N, K)`, in the order of `classes_`."""

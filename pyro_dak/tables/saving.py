@@ -28,7 +28,13 @@ from pyro_dak.training.describe import check_sizes, rebuild
 from pyro_dak.training.plan import History
 from pyro_dak.validation import check_integer, check_path, check_positive, check_probability
 
-__all__ = ["read_content", "read_estimator", "write_estimator"]
+__all__ = [
+    "labels_from_json",
+    "labels_to_json",
+    "read_content",
+    "read_estimator",
+    "write_estimator",
+]
 
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
@@ -65,8 +71,8 @@ def write_estimator(
             "name": type(estimator).__name__,
             "parameters": parameters,
             "values": {name: state[name] for name in _VALUES.split() if name in state},
-            "feature_names": _labels(state.get("feature_names_in_")),
-            "classes": _labels(state.get("classes_")),
+            "feature_names": labels_to_json(state.get("feature_names_in_")),
+            "classes": labels_to_json(state.get("classes_")),
             "columns": None if state.get("columns_") is None else state["columns_"].to_json(),
             "architecture": estimator.ensemble_.architecture(),
             "history": estimator.history_.rows,
@@ -99,7 +105,7 @@ def read_estimator(
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
-                state[name] = _from_labels(content[key], max_bytes)
+                state[name] = labels_from_json(content[key], max_bytes)
         columns = content.get("columns")  # older files have none: all columns are numbers
         state["columns_"] = None if columns is None else Columns.from_json(columns)
         state["ensemble_"] = _ensemble(content["architecture"], tensors, max_bytes)
@@ -220,7 +226,7 @@ def _check_state(state: dict[str, Any], has_classes: bool) -> None:
             check_positive(name, state[name])
 
 
-def _labels(values: Any) -> dict[str, Any] | None:
+def labels_to_json(values: Any) -> dict[str, Any] | None:
     """An array of names or labels as JSON: its dtype and its entries."""
     if values is None:
         return None
@@ -230,7 +236,8 @@ def _labels(values: Any) -> dict[str, Any] | None:
     return {"dtype": "O" if kind == "O" else values.dtype.str, "values": values.tolist()}
 
 
-def _from_labels(content: dict[str, Any], max_bytes: int) -> np.ndarray[Any, np.dtype[Any]]:
+def labels_from_json(content: dict[str, Any], max_bytes: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """The array that `labels_to_json` described, of at most so many bytes."""
     dtype, values = np.dtype(content["dtype"]), content["values"]
     is_text = dtype.kind in "OU" and all(isinstance(value, str) for value in values)
     is_number = dtype.kind in "iufb" and all(isinstance(v, int | float) for v in values)

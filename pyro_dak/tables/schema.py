@@ -21,6 +21,8 @@ from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
 __all__ = [
+    "CYCLES",
+    "MISSING",
     "Columns",
     "Target",
     "as_frame",
@@ -31,13 +33,15 @@ __all__ = [
     "learn_target",
     "merged",
     "numbers_of_classes",
+    "places_of_texts",
     "raw_columns",
     "targets",
+    "text_of",
     "typed",
 ]
 
 Task = Literal["classification", "regression"]
-_MISSING = "(missing)"
+MISSING = "(missing)"
 # How text files write booleans, and their numbers.
 _BOOLEANS = {"True": 1.0, "TRUE": 1.0, "true": 1.0, "False": 0.0, "FALSE": 0.0, "false": 0.0}
 # The kinds of columns, by pandas's names for them, that can be used.
@@ -50,7 +54,7 @@ _DATE = (
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(Z|[+-][0-9:]{2,6})?)?"
 )
 # The cycles that dates may follow, in days, and the least span of the training rows to learn them.
-_CYCLES = {"year": (365.2425, 366.0), "week": (7.0, 14.0), "day": (1.0, 2.0)}
+CYCLES = {"year": (365.2425, 366.0), "week": (7.0, 14.0), "day": (1.0, 2.0)}
 # A whole number as Python writes it, and numbers with a decimal comma or separated thousands.
 _WHOLE_NUMBER = r"0|-?[1-9][0-9]{0,18}"
 _SEPARATED = (
@@ -132,8 +136,8 @@ class Columns:
             raise TypeError("columns of dates, with missing values and with bins must have medians")
         if not all(len(edges) > 1 and np.all(np.diff(edges) > 0) for edges in self.bins.values()):
             raise TypeError("edges of bins must be two or more increasing numbers")
-        if not set(chain(*self.dates.values())) <= _CYCLES.keys():
-            raise TypeError(f"cycles must be among {list(_CYCLES)}")
+        if not set(chain(*self.dates.values())) <= CYCLES.keys():
+            raise TypeError(f"cycles must be among {list(CYCLES)}")
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,7 @@ def learn_columns(
         column = table[name]
         _check_kind(column, name)
         if name in categorical if categorical is not None else _is_category(column):
-            categories[name] = sorted(_texts(column).fillna(_MISSING).unique())
+            categories[name] = sorted(_texts(column).fillna(MISSING).unique())
             _check_number_of_texts(len(categories[name]), name, "Leave it out, or encode it.")
             continue
         numbers = _days(column, name) if _is_date(column) else _numbers(column, name)
@@ -272,10 +276,10 @@ def encode(table: pd.DataFrame, columns: Columns) -> Array:
     for name, edges in columns.bins.items():
         parts += _in_bins(parts[[*columns.medians].index(name)], edges)
     for name, cycles in columns.dates.items():
-        for angle in (2 * np.pi * numbers[name] / _CYCLES[cycle][0] for cycle in cycles):
+        for angle in (2 * np.pi * numbers[name] / CYCLES[cycle][0] for cycle in cycles):
             parts += [np.nan_to_num(np.sin(angle)), np.nan_to_num(np.cos(angle))]
     for name, known in columns.categories.items():
-        codes = _codes(_texts(table[name]).fillna(_MISSING), known)
+        codes = places_of_texts(_texts(table[name]).fillna(MISSING), known)
         if (codes < 0).any():
             warnings.warn(f"{_unknown(table[name], name, codes)}.", stacklevel=2)
         parts += [(codes == number).astype(np.float64) for number in range(len(known))]
@@ -290,7 +294,7 @@ def raw_columns(table: pd.DataFrame, columns: Columns) -> list[Array]:
     """
     values = _all_numbers(table, columns)
     for name, known in columns.categories.items():
-        codes = _codes(_texts(table[name]).fillna(_MISSING), known)
+        codes = places_of_texts(_texts(table[name]).fillna(MISSING), known)
         values[name] = codes.astype(np.float64)
     return [values[name] for name in columns.names]
 
@@ -319,7 +323,7 @@ def check_table(table: pd.DataFrame, columns: Columns, ignore_unknown: bool) -> 
             f"are {_list(table.columns)}."
         )
     for name, known in () if ignore_unknown else columns.categories.items():
-        codes = _codes(_texts(table[name]).fillna(_MISSING), known)
+        codes = places_of_texts(_texts(table[name]).fillna(MISSING), known)
         if (codes < 0).any():
             raise TableError(
                 f"{_unknown(table[name], name, codes)}. Pass --ignore-unknown to take them as none "
@@ -329,7 +333,7 @@ def check_table(table: pd.DataFrame, columns: Columns, ignore_unknown: bool) -> 
 
 def _unknown(column: pd.Series, name: str, codes: Array) -> str:
     """What is said about categories that were not there in training."""
-    values, is_unknown = _texts(column).fillna(_MISSING), pd.Series(codes < 0, index=column.index)
+    values, is_unknown = _texts(column).fillna(MISSING), pd.Series(codes < 0, index=column.index)
     return (
         f"column `{name}` has values that were not there in training: "
         f"{_list(values[is_unknown].unique())}, the first in {_place(column, is_unknown)}"
@@ -369,7 +373,7 @@ def _days(column: pd.Series, name: str) -> Array:
 def _cycles(days: Array) -> list[str]:
     """The cycles that these days span; that of a day only if there are times."""
     span = np.ptp(days) if len(days) else 0.0
-    cycles = [name for name, (_, least) in _CYCLES.items() if span >= least]
+    cycles = [name for name, (_, least) in CYCLES.items() if span >= least]
     has_times = bool((days != np.floor(days)).any())
     return [name for name in cycles if name != "day" or has_times]
 
@@ -456,7 +460,9 @@ def numbers_of_classes(labels: Any, classes: Any) -> Array:
     Labels that are written otherwise, such as 1.0 for 1, are the class with the same number, if
     there is one such class only.
     """
-    return _codes(pd.Series(labels, dtype=object).map(str), [str(name) for name in classes])
+    return places_of_texts(
+        pd.Series(labels, dtype=object).map(str), [str(name) for name in classes]
+    )
 
 
 def _looks_numeric(column: pd.Series, name: str) -> bool:
@@ -530,15 +536,16 @@ def _check_kind(column: pd.Series, name: str, remedy: str = "") -> None:
 
 def _texts(column: pd.Series) -> pd.Series:
     """A column as text; numbers as briefly as they can be written. Missing values stay missing."""
-    return column.astype(object).map(_text, na_action="ignore")
+    return column.astype(object).map(text_of, na_action="ignore")
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value as text; a whole number as briefly as it can be written."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return str(int(value) if is_whole else value)
 
 
-def _codes(values: pd.Series, known: Sequence[str]) -> Array:
+def places_of_texts(values: pd.Series, known: Sequence[str]) -> Array:
     """The place of each text among the known ones, or -1.
 
     A text that is not there is the known one with the same number, if there is one only: programs

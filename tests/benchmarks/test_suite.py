@@ -107,6 +107,7 @@ def small_data(tmp_path, monkeypatch):
         ("training", {"nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"}),
         ("images", {"nn", "dak_jensen", "dak_mc"}),
         ("serving", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
+        pytest.param("exporting", {"predict", "onnxruntime"}, marks=pytest.mark.slow),
         pytest.param("growth", {"dak_cf"}, marks=pytest.mark.slow),
         (
             "complexity",

@@ -236,7 +236,7 @@ class NaturalGuide(TrilGuide):
                 self.scale_tril,
                 self._root("total", dtype, is_tril=True)[0],
                 self._prior_total().to(dtype),
-                self._shift_root().to(dtype),
+                self.shift_root().to(dtype),
             )
         flat = pyro.sample("_natural_weights", q, infer={"is_auxiliary": True})
         flat = flat.mT if self.covariance == "diagonal" else flat
@@ -324,7 +324,7 @@ class NaturalGuide(TrilGuide):
             return independent_roots(torch.diag_embed(scale.z), scale.linear)
         if not self.has_common_shift:
             return super().unit_roots()
-        shift = self._shift_root().to(self._like.dtype).unsqueeze(0)
+        shift = self.shift_root().to(self._like.dtype).unsqueeze(0)
         roots = torch.cat(torch.broadcast_tensors(self.scale_tril, shift), -1)  # (F, K, 2 K)
         _, *linear, z = roots.expand(len(self.mean), -1, -1).split(self._sizes, 1)
         return z.unflatten(1, self.site_shapes["z"][1:]), linear[0] if linear else None
@@ -333,7 +333,7 @@ class NaturalGuide(TrilGuide):
         covariance = super().weight_covariance()
         if not self.has_common_shift:
             return covariance
-        root = self._shift_root().to(self._like.dtype)
+        root = self.shift_root().to(self._like.dtype)
         return covariance + (root @ root.mT).repeat(len(self.mean), len(self.mean))
 
     def kl_normal(self, priors: NormalParameters) -> Tensor:
@@ -378,7 +378,7 @@ class NaturalGuide(TrilGuide):
             explained = self._inverse("total")[0].diagonal()
         return (self._prior_total().reciprocal() - explained).clamp(min=0)
 
-    def _shift_root(self) -> Tensor:
+    def shift_root(self) -> Tensor:
         """R with R R^T the covariance of the common shift, `(K, K)`, in float64."""
         if self.covariance == "diagonal":
             return torch.diag(self._shift_variances().sqrt())

@@ -1,0 +1,267 @@
+"""`examples/serve.py` as a process of its own, on loopback: answers, refusals, load, memory."""
+
+import http.client
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import uvicorn
+
+from pyro_dak import DAKAdditiveRegressor
+from pyro_dak.tables.files import TableError
+from pyro_dak.tables.predictive import StudentPrediction
+from pyro_dak.tables.schema import Columns
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(model, *options):
+    """The process of a server and its port, when it answers."""
+    command = [sys.executable, "examples/serve.py", str(model), "--port", "0", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("Serving on port "):
+            return process, int(line.split()[-1])
+    raise AssertionError("the server has ended")
+
+
+def stop(process):
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (0, -signal.SIGTERM), output
+    assert "Traceback" not in output
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """An exported model of two numbers and a colour."""
+    torch.set_default_dtype(torch.float32)
+    rng = np.random.default_rng(0)
+    X = pd.DataFrame({"a": rng.normal(size=200), "b": rng.normal(size=200)})
+    X["colour"] = rng.choice(["red", "green"], 200)
+    estimator = DAKAdditiveRegressor().fit(X, X["a"] + (X["colour"] == "red"))
+    path = tmp_path_factory.mktemp("serve") / "model.onnx"
+    estimator.export(path, x=X)
+    return estimator, X, path
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    process, port = start(model[2])
+    yield process, port
+    stop(process)
+
+
+def ask(port, method, path, body=None, connection=None):
+    """Status, headers and content of an answer."""
+    own = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    own.request(method, path, body, {"Content-Type": "application/json"})
+    response = own.getresponse()
+    content = response.read()
+    if connection is None:
+        own.close()
+    return response.status, response.headers, json.loads(content)
+
+
+def rows_of(X, number):
+    return json.loads(X[:number].to_json(orient="records"))
+
+
+def test_answers_are_predictions(server, model):
+    estimator, X, _ = model
+    records = rows_of(X, 5)
+    status, _, many = ask(server[1], "POST", "/predict", json.dumps({"rows": records}))
+    assert status == 200
+    wanted = estimator.predict_dist(X[:5])
+    for name in ("mean", "std"):
+        found = [row[name] for row in many["predictions"]]
+        np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-5)
+    for one in ({"row": records[0]}, {"row": [*records[0].values()]}):
+        status, _, single = ask(server[1], "POST", "/predict", json.dumps(one))
+        assert status == 200
+        assert single["predictions"][0]["mean"] == pytest.approx(many["predictions"][0]["mean"])
+    status, _, health = ask(server[1], "GET", "/health")
+    assert (status, health["status"], health["columns"]) == (200, "ok", ["a", "b", "colour"])
+
+
+ROW = {"a": 1.0, "b": 2.0, "colour": "red"}
+REFUSED = {
+    "nothing": (b"", 400, "not JSON"),
+    "no JSON": (b"{rows: 1}", 400, "not JSON"),
+    "no text": (b"\xff\xfe\x00", 400, "not JSON"),
+    "NaN": (b'{"row": [NaN, 1, "red"]}', 400, "write null"),
+    "deep": (b"[" * 100_000, 400, "not JSON"),
+    "many digits": (b'{"row": [' + b"9" * 5000 + b', 1, "red"]}', 400, "not JSON"),
+    "a list": (b"[]", 422, "must be"),
+    "other key": (b'{"data": []}', 422, "must be"),
+    "no rows": (b'{"rows": []}', 422, "1 to 1000"),
+    "too many rows": (json.dumps({"rows": [[0, 0, "red"]] * 1001}).encode(), 422, "1 to 1000"),
+    "rows are no list": (b'{"rows": "all"}', 422, "1 to 1000"),
+    "a number": (b'{"rows": [3]}', 422, "row 0: must be an object or a list"),
+    "short": (b'{"row": [1, 2]}', 422, "has 2 values, expected 3"),
+    "text": (json.dumps({"row": ROW | {"a": "x"}}).encode(), 422, "`a` must be a number"),
+    "too large": (b'{"row": [1e999, 1, "red"]}', 422, "`a` must be a finite number"),
+    "large": (b'{"row": [1' + b"0" * 400 + b', 1, "red"]}', 422, "`a` must be a finite number"),
+    "unknown": (json.dumps({"row": ROW | {"colour": "pink"}}).encode(), 422, "no category 'pink'"),
+    "column": (json.dumps({"row": ROW | {"c": 1}}).encode(), 422, "unknown ones ['c']"),
+    "lacks": (json.dumps({"row": {"a": 1}}).encode(), 422, "lacks the columns ['b', 'colour']"),
+    "long": (b" " * (2**20 + 1), 413, "at most 1048576 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_malformed_bodies_get_a_reason(server, name):
+    body, wanted, reason = REFUSED[name]
+    status, _, content = ask(server[1], "POST", "/predict", body)
+    assert status == wanted
+    assert reason in content["detail"]
+
+
+def test_other_paths_and_methods_are_client_errors(server):
+    assert ask(server[1], "GET", "/predict")[0] == 405
+    assert ask(server[1], "GET", "/elsewhere")[0] == 404
+
+
+def load(port, body, seconds, results):
+    """Ask again and again on one connection; latencies, and statuses other than 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    latencies, others = [], []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        begin = time.perf_counter()
+        status, _, _ = ask(port, "POST", "/predict", body, connection)
+        latencies.append(time.perf_counter() - begin)
+        others += [] if status == 200 else [status]
+    results.put((latencies, others))
+
+
+def under_load(port, body, seconds, num_clients=2):
+    """All latencies of several client processes, and statuses other than 200."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    clients = [
+        context.Process(target=load, args=(port, body, seconds, results))
+        for _ in range(num_clients)
+    ]
+    for client in clients:
+        client.start()
+    parts = [results.get(timeout=seconds + 120) for _ in clients]
+    for client in clients:
+        client.join()
+    return [x for own, _ in parts for x in own], [x for _, own in parts for x in own]
+
+
+def megabytes(process):
+    """What a process holds in memory."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+def check_load(server, X, seconds, num_rows):
+    process, port = server
+    body = json.dumps({"rows": rows_of(X, num_rows)})
+    under_load(port, body, seconds / 5)  # so that all buffers are there
+    before = megabytes(process)
+    latencies, others = under_load(port, body, seconds)
+    after = megabytes(process)
+    p50, p99 = (1e3 * q for q in np.quantile(latencies, [0.5, 0.99]))
+    print(
+        f"\n{num_rows} rows a request, 2 clients, {seconds} s: {len(latencies)} requests, "
+        f"{num_rows * len(latencies) / seconds:.0f} rows/s, p50 {p50:.1f} ms, p99 {p99:.1f} ms, "
+        f"memory {before:.1f} -> {after:.1f} MB"
+    )
+    assert others == []
+    assert len(latencies) > 10
+    assert after < before + 8
+
+
+def test_load_of_some_seconds(server, model):
+    check_load(server, model[1], seconds=3, num_rows=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 100])
+def test_load_of_half_a_minute(server, model, num_rows):
+    check_load(server, model[1], seconds=30, num_rows=num_rows)
+
+
+class Slow:
+    """A model that takes its time."""
+
+    classes_, has_intervals, facts, columns_ = None, True, {}, Columns(["a"], {"a": 0.0})
+
+    def raw_of_records(self, records, allow_unknown):
+        return np.array(records, dtype=float)
+
+    def predict_raw(self, raw):
+        if np.isnan(raw).any() or (raw > 10).any():
+            raise TableError("has values that are too large to compute with.")
+        time.sleep(0.5)
+        return StudentPrediction(raw[:, 0], raw[:, 0], raw[:, 0])
+
+
+@pytest.fixture
+def slow_server():
+    """A server of the slow model in this process, whose queue holds one request."""
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
+    serve = importlib.util.module_from_spec(spec)
+    sys.modules["serve"] = serve  # where dataclasses look for it
+    spec.loader.exec_module(serve)
+    app = serve.create_app(Slow(), serve.Limits(waiting=1), 0.9, False)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+    del sys.modules["serve"]
+
+
+def test_a_full_queue_says_when_to_come_again(slow_server):
+    connections = [http.client.HTTPConnection("127.0.0.1", slow_server) for _ in range(6)]
+    for connection in connections:
+        connection.request("POST", "/predict", '{"row": [1.0]}')
+        time.sleep(0.02)
+    answers = [connection.getresponse() for connection in connections]
+    statuses = [answer.status for answer in answers]
+    contents = [json.loads(answer.read()) for answer in answers]
+    assert set(statuses) == {200, 503}
+    full = statuses.index(503)
+    assert answers[full].headers["Retry-After"] == "1"
+    assert "try again" in contents[full]["detail"]
+    for connection in connections:
+        connection.close()
+
+
+def test_a_bad_row_spoils_no_other_request(slow_server):
+    bodies = ['{"row": [1.0]}', '{"row": [11.0]}']
+    connections = [http.client.HTTPConnection("127.0.0.1", slow_server) for _ in bodies]
+    for connection, body in zip(connections, bodies, strict=True):
+        connection.request("POST", "/predict", body)
+    answers = [connection.getresponse() for connection in connections]
+    assert [answer.status for answer in answers] == [200, 422]
+    assert "too large" in json.loads(answers[1].read())["detail"]
+    for connection in connections:
+        connection.close()
