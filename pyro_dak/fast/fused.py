@@ -556,7 +556,7 @@ class MemberTerms(torch.autograd.Function):
         var.add_(mu_var.mT.unsqueeze(-1))
         pairs = (loc, log_scale, z_var), (mu, mu_log_scale, mu_var)
         elements = [torch.sub(v, s, alpha=2).addcmul_(m, m).sub_(1) for m, s, v in pairs]
-        kl = sum(part.flatten(1).sum(1) for part in elements).div_(2)
+        kl = torch.stack([part.flatten(1).sum(1) for part in elements]).sum(0).div_(2)
         ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
         ctx.table_map, ctx.intervals, ctx.shape = table_map, intervals, table.shape
         return mean, var, kl
@@ -575,12 +575,12 @@ class MemberTerms(torch.autograd.Function):
         grad_z = ctx.table_map.transpose(table).unflatten(1, (E, -1)).transpose(0, 1)
         grad_loc, grad_z_var = grad_z.chunk(2, -1)  # (E, F, P, M) each
         grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((1, 3))
-        of_mu = (grad.sum(-1).mT for grad in (grad_mean, grad_var))
+        grad_mu, grad_mu_var = (grad.sum(-1).mT for grad in (grad_mean, grad_var))
         return (
             grad_h,
             *_grad_normal(grad_loc, grad_z_var, grad_kl.view(-1, 1, 1, 1), loc, z_var),
             grad_log_sigma,
-            *_grad_normal(*of_mu, grad_kl.unsqueeze(-1), mu, mu_var),
+            *_grad_normal(grad_mu, grad_mu_var, grad_kl.unsqueeze(-1), mu, mu_var),
             None,
             None,
         )
