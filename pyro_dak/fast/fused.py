@@ -648,22 +648,27 @@ class ExpectedLogHeteroscedastic(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, eta_mean: Tensor, eta_var: Tensor
     ) -> Tensor:
+        ctx.save_for_backward(y, f_mean, f_var, eta_mean, eta_var)
         r = y - f_mean
         w = torch.sub(eta_var, eta_mean, alpha=2).mul_(0.5).exp_()
-        w_q = torch.addcmul(f_var, r, r) * w
-        ctx.save_for_backward(r, w, w_q)
-        ctx.shapes = [t.shape for t in (y, f_mean, f_var, eta_mean, eta_var)]
+        w_q = torch.addcmul(f_var, r, r).mul(w)
         return (w_q + eta_mean).add_(_LOG_2PI).sum(-1).mul_(-0.5)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        r, w, w_q = ctx.saved_tensors
+        # From the arguments, so that this has a gradient too.
+        y, f_mean, f_var, eta_mean, eta_var = ctx.saved_tensors
+        r = y - f_mean
+        w = (0.5 * eta_var - eta_mean).exp()
+        w_q = torch.addcmul(f_var, r, r) * w
         half = grad.unsqueeze(-1) * 0.5
         of_var = -w * half
         of_mean = -2 * r * of_var
         by_w_q = w_q * half
         grads = (-of_mean, of_mean, of_var, by_w_q - half, -0.5 * by_w_q)
         return tuple(
-            part.expand(w_q.shape).sum_to_size(shape) if needed else None
-            for part, shape, needed in zip(grads, ctx.shapes, ctx.needs_input_grad, strict=True)
+            part.expand(w_q.shape).sum_to_size(own.shape) if needed else None
+            for part, own, needed in zip(
+                grads, ctx.saved_tensors, ctx.needs_input_grad, strict=True
+            )
         )

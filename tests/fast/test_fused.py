@@ -87,6 +87,7 @@ def test_expected_log_density_with_uneven_noise_is_the_formula_with_its_slopes()
     found = fused.ExpectedLogHeteroscedastic.apply(*tensors)
     assert_close(found, plain)
     assert torch.autograd.gradcheck(fused.ExpectedLogHeteroscedastic.apply, tensors)
+    assert torch.autograd.gradgradcheck(fused.ExpectedLogHeteroscedastic.apply, tensors)
 
 
 def test_stacked_variance_in_single_precision_is_never_negative_on_a_fine_grid():
