@@ -438,6 +438,20 @@ class KernelActivation(nn.Module):
         table = self.interval_table(loc.flatten(1, 2), var.flatten(1, 2))
         return fused.interpolated_moments(h, table, None, *self._intervals(h))
 
+    def member_terms(
+        self, h: Tensor, loc: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Mean and variance of f of E members, `(F, E, N)` each, and the KL of each, `(E,)`.
+
+        The arguments are the tensors of `fused.MemberTerms`. The result is None where there is no
+        such operation.
+        """
+        if needs_plain_operations() or not self.kernel.is_fixed_number:
+            return None
+        constants = self.local_constants(loc)
+        maps = constants.interval_map, constants.intervals
+        return fused.MemberTerms.apply(h, loc, *others, *maps)
+
     def _intervals(self, like: Tensor) -> tuple[fused.Intervals, Tensor | None]:
         """The intervals of the units, and delta `(P,)` if they have one each."""
         delta = self._delta(like)

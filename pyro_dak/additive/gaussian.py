@@ -186,6 +186,8 @@ def expected_log_heteroscedastic(
     variance while its mean moves by -c = -cov(f, eta). Hence, for each output,
     -(log 2 pi + m_eta + ((y - m_f + c)^2 + v_f) exp(-m_eta + v_eta / 2)) / 2.
     """
+    if isinstance(covariance, float) and covariance == 0 and not needs_plain_operations():
+        return fused.ExpectedLogHeteroscedastic.apply(y, f_mean, f_var, eta_mean, eta_var)
     squares = ((y - f_mean + covariance).square() + f_var) * (0.5 * eta_var - eta_mean).exp()
     return -0.5 * (_LOG_2PI + eta_mean + squares).sum(-1)
 

@@ -179,13 +179,26 @@ class Standardize(Scaling):
 
     def map_batch(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch mapped by its own statistics; in one process by torch's batch normalisation."""
+        return super().map_batch(rows) if self.spans_processes() else self._normalized(rows)
+
+    def map_members(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Batches of E members, `(E, P, N)`, mapped by their own statistics, and these, `(E, P)`.
+
+        It is `map_batch` for all members in one operation.
+        """
         if self.spans_processes():
-            return super().map_batch(rows)
+            first, second = self.batch_statistics(h.movedim(-1, 0))
+            return self.apply_map(h, first.unsqueeze(-1), second.unsqueeze(-1)), first, second
+        scaled, mean, var = self._normalized(h.reshape(1, -1, h.shape[-1]))
+        return scaled.view(h.shape), mean.view(h.shape[:2]), var.view(h.shape[:2])
+
+    def _normalized(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Units `(N, P)` or `(1, P, N)` mapped by batch normalisation; mean and variance `(P,)`."""
         low, high = self.bounds
-        gain = rows.new_full((self.num_units,), (high - low) / (2 * self.num_std))
-        middle = rows.new_full((self.num_units,), (low + high) / 2)
+        gain = h.new_full((h.shape[1],), (high - low) / (2 * self.num_std))
+        middle = h.new_full((h.shape[1],), (low + high) / 2)
         scaled, mean, inverse_std = torch.native_batch_norm(
-            rows, gain, middle, None, None, True, 0.0, self.eps
+            h, gain, middle, None, None, True, 0.0, self.eps
         )
         return scaled, mean, (inverse_std.detach().pow(-2) - self.eps).clamp_(min=0)
 

@@ -19,10 +19,12 @@ from pyro_dak.fast.lengthscales import NodePattern, UnitMap
 from pyro_dak.fast.transforms import needs_plain_operations
 
 __all__ = [
+    "ExpectedLogHeteroscedastic",
     "ExpectedLogNormal",
     "Intervals",
     "LinearMap",
     "MeanFieldTerms",
+    "MemberTerms",
     "interpolated_moments",
     "interval_matrix",
     "intervals_of_grid",
@@ -526,6 +528,64 @@ class MeanFieldTerms(torch.autograd.Function):
         )
 
 
+class MemberTerms(torch.autograd.Function):
+    """`MeanFieldTerms` of E members with weights of their own, in one pass, rows last.
+
+    Mean and variance of f are `(F, E, N)`, and the KL of each member `(E,)`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Float[Tensor, "e p n"],
+        loc: Float[Tensor, "e f p m"],
+        log_scale: Float[Tensor, "e f p m"],
+        log_sigma: Float[Tensor, "e p"],
+        mu: Float[Tensor, "e f"],
+        mu_log_scale: Float[Tensor, "e f"],
+        table_map: LinearMap,
+        intervals: Intervals,
+    ) -> tuple[Float[Tensor, "f e n"], Float[Tensor, "f e n"], Float[Tensor, " e"]]:
+        z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
+        sigma = log_sigma.exp()
+        # The units of all members are one axis of the table.
+        z = torch.cat([loc, z_var], -1).transpose(0, 1).flatten(1, 2)  # (F, E P, 2 M)
+        table = table_map.units_last(z).unflatten(1, (5, -1))
+        mean, var, saved = _interpolate(h, table, sigma, intervals)
+        mean.add_(mu.mT.unsqueeze(-1))
+        var.add_(mu_var.mT.unsqueeze(-1))
+        pairs = (loc, log_scale, z_var), (mu, mu_log_scale, mu_var)
+        elements = [torch.sub(v, s, alpha=2).addcmul_(m, m).sub_(1) for m, s, v in pairs]
+        kl = torch.stack([part.flatten(1).sum(1) for part in elements]).sum(0).div_(2)
+        ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
+        ctx.table_map, ctx.intervals, ctx.shape = table_map, intervals, table.shape
+        return mean, var, kl
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise second_derivative_error()
+        loc, z_var, sigma, mu, mu_var, *saved = ctx.saved_tensors
+        F, E, N = grad_mean.shape
+        grad_m, grad_v = (grad.reshape(F, 1, E, 1, N) for grad in (grad_mean, grad_var))
+        grad_h, _ = _grad_inputs(grad_m, grad_v, saved, sigma, ctx.intervals)
+        table = _grad_table(grad_m, grad_v, saved, ctx.shape).flatten(1, 2)
+        grad_z = ctx.table_map.transpose(table).unflatten(1, (E, -1)).transpose(0, 1)
+        grad_loc, grad_z_var = grad_z.chunk(2, -1)  # (E, F, P, M) each
+        grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((1, 3))
+        grad_mu, grad_mu_var = (grad.sum(-1).mT for grad in (grad_mean, grad_var))
+        return (
+            grad_h,
+            *_grad_normal(grad_loc, grad_z_var, grad_kl.view(-1, 1, 1, 1), loc, z_var),
+            grad_log_sigma,
+            *_grad_normal(grad_mu, grad_mu_var, grad_kl.unsqueeze(-1), mu, mu_var),
+            None,
+            None,
+        )
+
+
 def _twice_kl(loc: Tensor, log_scale: Tensor, var: Tensor) -> Tensor:
     """Twice the KL of independent normals from N(0, 1).
 
@@ -574,3 +634,41 @@ class ExpectedLogNormal(torch.autograd.Function):
             total = (weighted * torch.addcmul(f_var, r, r) - grad).sum_to_size(noise_scale.shape)
             grad_scale = total / noise_scale
         return grad_y, grad_mean, grad_var, grad_scale
+
+
+class ExpectedLogHeteroscedastic(torch.autograd.Function):
+    """E_q log N(y | f, exp(eta)): the twin of `additive.gaussian.expected_log_heteroscedastic`.
+
+    It is for f and eta that do not covary. With r = y - m_f, Q = r^2 + v_f and w = exp(v_eta / 2 -
+    m_eta) the gradients per output are w r for m_f, -w r for y, -w / 2 for v_f, (w Q - 1) / 2 for
+    m_eta and -w Q / 4 for v_eta.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, f_mean: Tensor, f_var: Tensor, eta_mean: Tensor, eta_var: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y, f_mean, f_var, eta_mean, eta_var)
+        r = y - f_mean
+        w = torch.sub(eta_var, eta_mean, alpha=2).mul_(0.5).exp_()
+        w_q = torch.addcmul(f_var, r, r).mul(w)
+        return (w_q + eta_mean).add_(_LOG_2PI).sum(-1).mul_(-0.5)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # From the arguments, so that this has a gradient too.
+        y, f_mean, f_var, eta_mean, eta_var = ctx.saved_tensors
+        r = y - f_mean
+        w = (0.5 * eta_var - eta_mean).exp()
+        w_q = torch.addcmul(f_var, r, r) * w
+        half = grad.unsqueeze(-1) * 0.5
+        of_var = -w * half
+        of_mean = -2 * r * of_var
+        by_w_q = w_q * half
+        grads = (-of_mean, of_mean, of_var, by_w_q - half, -0.5 * by_w_q)
+        return tuple(
+            part.expand(w_q.shape).sum_to_size(own.shape) if needed else None
+            for part, own, needed in zip(
+                grads, ctx.saved_tensors, ctx.needs_input_grad, strict=True
+            )
+        )

@@ -210,26 +210,43 @@ class Ensemble(Stack):
             h = torch.cat([h, features[:, D_w:]], 1)
         scaling = self.model.scaling
         running = tensors["model.scaling.first"], tensors["model.scaling.second"]  # (E, P) each
-        statistics = running
-        if training and h.shape[-1] > 1:
-            statistics = scaling.batch_statistics(h.movedim(-1, 0))
-            batch = [value.detach() for value in statistics]
-            num_batches = tensors["model.scaling.num_batches"]
-            update_running(running, batch, num_batches, scaling.momentum)
-        first, second = statistics
-        return scaling.apply_map(h, first.unsqueeze(-1), second.unsqueeze(-1))
+        if not training or h.shape[-1] == 1:
+            return scaling.apply_map(h, *(part.unsqueeze(-1) for part in running))
+        assert isinstance(scaling, Standardize)  # `_linear_layers` has looked
+        scaled, *batch = scaling.map_members(h)
+        num_batches = tensors["model.scaling.num_batches"]
+        update_running(running, [part.detach() for part in batch], num_batches, scaling.momentum)
+        return scaled
 
-    def moments(self, x: Tensor, training: bool = False) -> FunctionMoments:
+    def moments(self, x: Tensor) -> FunctionMoments:
         """q(f) of every member at x `(N, D)` or `(E, N, D)`: mean and variance `(E, N, F)`."""
-        return self.moments_from(self.features(x), training)
+        return self.moments_from(self.features(x))
 
-    def moments_from(self, features: Tensor, training: bool = False) -> FunctionMoments:
+    def moments_from(self, features: Tensor) -> FunctionMoments:
         """q(f) of every member from its features: mean and variance `(E, N, F)`.
 
-        If there are input units, then except in training the variance has what the grid loses in
-        it, which is what these units are for: far from the data their prior variance comes back.
+        If there are input units, the variance has what the grid loses in it, which is what these
+        units are for: far from the data their prior variance comes back.
         """
-        h = self.unit_inputs(features, training)
+        h = self.unit_inputs(features)
+        mean, var = self._moments_at(h)
+        return FunctionMoments(mean, var + self.lost_variance(h))
+
+    def training_terms(self, x: Tensor) -> tuple[FunctionMoments, Tensor]:
+        """q(f) of every member in training, `(E, N, F)`, and the KL of its weights, `(E,)`."""
+        h, terms = self.unit_inputs(self.features(x), training=True), None
+        if self.tensors["guide.z_loc"].shape[1] <= _MAX_GATHERED_FUNCTIONS:
+            names = "guide.z_loc", "guide.z_log_scale", "model.layer.log_unit_scale"
+            others = (self.tensors[f"guide.mu_{name}"] for name in ("loc", "log_scale"))
+            own = [self.tensors[name] for name in names]
+            terms = self.model.layer.activation.member_terms(h, *own, *others)
+        if terms is None:
+            return FunctionMoments(*self._moments_at(h)), self.kl()
+        mean, var, kl = terms
+        return FunctionMoments(mean.permute(1, 2, 0), var.permute(1, 2, 0)), kl
+
+    def _moments_at(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f of every member at the inputs of its units, `(E, N, F)` each."""
         sigma = self.tensors["model.layer.log_unit_scale"].exp().unsqueeze(-1)  # (E, P, 1)
         loc = self.tensors["guide.z_loc"].transpose(0, 1) * sigma  # (F, E, P, M)
         scale = self.tensors["guide.z_log_scale"].exp().transpose(0, 1) * sigma
@@ -241,10 +258,8 @@ class Ensemble(Stack):
             mean, var = activation.combine_moments(
                 h.mT, loc.transpose(0, 1), scale.square().transpose(0, 1), route="dense"
             )
-        if not training:
-            var = var + self.lost_variance(h)
         mu, mu_scale = self.tensors["guide.mu_loc"], self.tensors["guide.mu_log_scale"].exp()
-        return FunctionMoments(mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2))
+        return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
 
     def lost_variance(self, h: Tensor) -> Tensor | float:
         """What the grids lose of the variance of f at h `(E, P, N)`, `(E, N, 1)`.
@@ -268,8 +283,9 @@ class Ensemble(Stack):
         or one for all rows, and `num_data` is the total weight of each member's rows, `(E,)`, or of
         all, `()`.
         """
-        rows = self.expected_log_prob(y, self.moments(x, training=True))
-        per_member = (rows * weights).sum(-1) - self.kl()
+        moments, kl = self.training_terms(x)
+        rows = self.expected_log_prob(y, moments)
+        per_member = (rows * weights).sum(-1) - kl
         return -(per_member / num_data).sum()
 
     def expected_log_prob(self, y: Tensor, moments: FunctionMoments) -> Tensor:

@@ -272,3 +272,18 @@ def test_number_of_deviations_must_be_positive():
 
 def test_repr_names_units_and_bounds():
     assert repr(Standardize(2, BOUNDS)) == "Standardize(num_units=2, bounds=(-1.0, 3.0))"
+
+
+def test_members_are_mapped_as_each_alone():
+    scaling = Standardize(4, (0.0, 1.0))
+    h = (3 + 2 * torch.randn(3, 4, 20)).requires_grad_()
+    found = scaling.map_members(h)
+    expected = [
+        torch.stack(part) for part in zip(*(scaling.map_batch(m.mT) for m in h), strict=True)
+    ]
+    assert_close(found[0], expected[0].mT)
+    assert_close(found[1], expected[1])
+    assert_close(found[2], expected[2])
+    weight = torch.randn_like(h)
+    slopes = [torch.autograd.grad((weight * x).sum(), h)[0] for x in (found[0], expected[0].mT)]
+    assert_close(*slopes)

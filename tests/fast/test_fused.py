@@ -51,6 +51,45 @@ def test_gradient_of_stacked_moments_is_the_slope():
     )
 
 
+@pytest.mark.parametrize(("level", "lengthscale"), [(1, 1.0), (3, 0.5), (8, 2.0)])
+def test_terms_of_members_and_gradients_are_those_of_each(level, lengthscale):
+    activation = KernelActivation(DyadicGrid(level), LaplaceKernel(lengthscale))
+    E, F, P, N, M = 3, 2, 4, 30, activation.num_inducing
+    shapes = [(E, P, N), (E, F, P, M), (E, F, P, M), (E, P), (E, F), (E, F)]
+    tensors = [torch.randn(shape).mul_(0.5).requires_grad_() for shape in shapes]
+    found = activation.member_terms(*tensors)
+    parts = []
+    for e in range(E):
+        h, *others = (tensor[e] for tensor in tensors)
+        constants = activation.local_constants(h)
+        maps = constants.interval_map, constants.intervals
+        parts.append(fused.MeanFieldTerms.apply(h.mT, *others, None, *maps))
+    mean, var, kl = zip(*parts, strict=True)
+    expected = [torch.stack([m.mT for m in part], 1) for part in (mean, var)]
+    expected.append(torch.stack(kl))
+    weights = [torch.randn_like(part) for part in found]
+    gradients = [
+        torch.autograd.grad(
+            sum((w * t).sum() for w, t in zip(weights, terms, strict=True)), tensors
+        )
+        for terms in (found, expected)
+    ]
+    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+def test_expected_log_density_with_uneven_noise_is_the_formula_with_its_slopes():
+    y, f_mean, eta_mean = (torch.randn(2, 5, 3, requires_grad=True) for _ in range(3))
+    f_var, eta_var = (torch.rand(2, 5, 3, requires_grad=True) for _ in range(2))
+    tensors = (y, f_mean, f_var, eta_mean, eta_var[:1])  # some are shared
+    zero = torch.zeros_like(f_mean)
+    plain = gaussian.expected_log_heteroscedastic(*tensors, covariance=zero)
+    found = fused.ExpectedLogHeteroscedastic.apply(*tensors)
+    assert_close(found, plain)
+    assert torch.autograd.gradcheck(fused.ExpectedLogHeteroscedastic.apply, tensors)
+    assert torch.autograd.gradgradcheck(fused.ExpectedLogHeteroscedastic.apply, tensors)
+
+
 def test_stacked_variance_in_single_precision_is_never_negative_on_a_fine_grid():
     activation, h, loc, _ = stack(level=10)
     var = torch.full_like(loc, 1e-8)
