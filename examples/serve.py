@@ -184,6 +184,8 @@ def main() -> None:
     model = open_model(options.model, options.threads)
     app = create_app(model, limits, options.level, options.allow_unknown)
     with socket.create_server((options.host, options.port)) as listener:
+        # Else the end of an answer waits for the client, 40 ms, to confirm the beginning.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         print(f"Serving on port {listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(app, access_log=False, log_level="warning")
         uvicorn.Server(config).run(sockets=[listener])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -221,14 +222,14 @@ class Slow:
         return StudentPrediction(raw[:, 0], raw[:, 0], raw[:, 0])
 
 
-@pytest.fixture
-def slow_server():
-    """A server of the slow model in this process, whose queue holds one request."""
+@contextmanager
+def slow_server(waiting):
+    """The port of a server of the slow model in this process, with a queue of this length."""
     spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
     serve = importlib.util.module_from_spec(spec)
     sys.modules["serve"] = serve  # where dataclasses look for it
     spec.loader.exec_module(serve)
-    app = serve.create_app(Slow(), serve.Limits(waiting=1), 0.9, False)
+    app = serve.create_app(Slow(), serve.Limits(waiting=waiting), 0.9, False)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -239,29 +240,29 @@ def slow_server():
     del sys.modules["serve"]
 
 
-def test_a_full_queue_says_when_to_come_again(slow_server):
-    connections = [http.client.HTTPConnection("127.0.0.1", slow_server) for _ in range(6)]
-    for connection in connections:
-        connection.request("POST", "/predict", '{"row": [1.0]}')
-        time.sleep(0.02)
-    answers = [connection.getresponse() for connection in connections]
-    statuses = [answer.status for answer in answers]
-    contents = [json.loads(answer.read()) for answer in answers]
-    assert set(statuses) == {200, 503}
-    full = statuses.index(503)
-    assert answers[full].headers["Retry-After"] == "1"
-    assert "try again" in contents[full]["detail"]
-    for connection in connections:
-        connection.close()
-
-
-def test_a_bad_row_spoils_no_other_request(slow_server):
-    bodies = ['{"row": [1.0]}', '{"row": [11.0]}']
-    connections = [http.client.HTTPConnection("127.0.0.1", slow_server) for _ in bodies]
+def answers_of(port, bodies):
+    """Status, headers and content of requests that are all sent before an answer is read."""
+    connections = [http.client.HTTPConnection("127.0.0.1", port) for _ in bodies]
     for connection, body in zip(connections, bodies, strict=True):
         connection.request("POST", "/predict", body)
     answers = [connection.getresponse() for connection in connections]
-    assert [answer.status for answer in answers] == [200, 422]
-    assert "too large" in json.loads(answers[1].read())["detail"]
+    found = [(answer.status, answer.headers, json.loads(answer.read())) for answer in answers]
     for connection in connections:
         connection.close()
+    return found
+
+
+def test_a_full_queue_says_when_to_come_again():
+    with slow_server(waiting=1) as port:
+        answers = answers_of(port, ['{"row": [1.0]}'] * 8)
+    assert {status for status, _, _ in answers} == {200, 503}
+    headers, content = next(rest for status, *rest in answers if status == 503)
+    assert headers["Retry-After"] == "1"
+    assert "try again" in content["detail"]
+
+
+def test_a_bad_row_spoils_no_other_request():
+    with slow_server(waiting=8) as port:
+        answers = answers_of(port, ['{"row": [1.0]}', '{"row": [11.0]}', '{"row": [2.0]}'])
+    assert [status for status, _, _ in answers] == [200, 422, 200]
+    assert "too large" in answers[1][2]["detail"]

@@ -39,7 +39,8 @@ def layer_of(kernel, level=4, linear_term=True, bounds=(-1.0, 2.0)):
 def inputs(layer):
     """Unit inputs inside and far outside the grid, and at its nodes; and their coordinates."""
     h = 2 * torch.randn(N, P)
-    h[:15] = layer.activation.grid.inducing_points[torch.arange(15) % 7].unsqueeze(-1)
+    nodes = layer.activation.grid.inducing_points
+    h[:15] = nodes[torch.arange(15) % len(nodes)].unsqueeze(-1)
     h[-2:] = torch.tensor([[1e3], [-1e3]])
     gain, shift = grid_coordinates(layer)
     return h, h * gain + shift
