@@ -90,7 +90,8 @@ METHODS = {
 }
 # Results of functions that are attacked, and errors; nobody makes them by hand.
 RESULTS = (
-    "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion Finding "
+    "Calibration CheckpointError ClassPrediction Components ConfidenceBins Dispersion ExportError "
+    "Finding "
     "FunctionDraws GaussianGuide History Kernel LeaveOneOut MCMCRun MixturePrediction Novelty "
     "NoveltyScores PosteriorComparison Prediction PredictiveCheck SBCResult Summary TrainingError "
     "TrilGuide Weights evaluating local_parameters log_ratios"
@@ -930,6 +931,12 @@ def _(name: str) -> Any:
     return pyro_dak.save, {**without(case(), "x", "y"), "path": "model", "overwrite": False}
 
 
+@target("export", cost=40)
+def _(name: str) -> Any:
+    arguments = with_posterior(without(case(), "y"))
+    return pyro_dak.export, {**arguments, "path": "model.onnx", "overwrite": False}
+
+
 @target("load", cost=3)
 def _(name: str) -> Any:
     arguments = without(case(), "x", "y")
@@ -977,6 +984,11 @@ def _(name: str) -> Any:
 @target("ParquetRows.original", is_right=lambda y, own: y.shape == own["y"].shape, cost=2)
 def _(name: str) -> Any:
     return some_rows().original, {"y": torch.randn(4, 1)}
+
+
+@target("History.plot")
+def _(name: str) -> Any:
+    return History([{"loss": 1.0}, {"loss": 0.5}]).plot, {}
 
 
 @target("History.column")
@@ -1289,6 +1301,13 @@ ALL_ESTIMATORS = [*ESTIMATORS, *ADDITIVE]
 def _(name: str) -> Any:
     kind = name.split(".")[0]
     return a_fitted_estimator(kind).predict_dist, {"X": a_table(kind)["X"]}
+
+
+@target(*[f"{name}.export" for name in ALL_ESTIMATORS], cost=80, words_of=SKLEARN)
+def _(name: str) -> Any:
+    kind = name.split(".")[0]
+    arguments = {"path": "model.onnx", "x": a_table(kind)["X"], "overwrite": False}
+    return a_fitted_estimator(kind).export, arguments
 
 
 @target(*[f"{name}.save" for name in ALL_ESTIMATORS], cost=2)

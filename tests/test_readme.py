@@ -108,7 +108,8 @@ def check_module(words):
 def check_pyro_dak(words):
     """The command runs, on a small table in the working directory."""
     if words[0] == "fit" and "--help" not in words:
-        words = [*words, "--epochs", "2", "--quiet"]
+        epochs = [] if "--additive" in words else ["--epochs", "2"]
+        words = [*words, *epochs, "--quiet"]
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
 

@@ -598,7 +598,7 @@ def training_data(
         x = _features(model, inputs, device) if plan.fixed_features else to_device(inputs, device)
         resident = ResidentData(x, y.to(device), plan.batch_size, *share)
         return resident, inputs, resident.sample()
-    if not isinstance(data, Iterable):
+    if not isinstance(data, Iterable) or isinstance(data, Tensor):
         raise TypeError(
             f"`data` must be a pair (x, y) of tensors or an iterable of such pairs; "
             f"got {type(data).__name__}."

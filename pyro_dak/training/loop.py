@@ -415,6 +415,8 @@ class Run:
             self.history.status = "finished"
         if self.best.kept and self.history.status != "interrupted":
             self.history.best_epoch = self.best.restore(self._by_member())
+        if self.history.status != "interrupted":
+            self._check_weights()
         if stop.number:
             self._tell_interrupt(stop.number, on_interrupt)
         return self.history
@@ -518,6 +520,12 @@ class Run:
                 f"{self.learner.advice}{where}",
                 self.history,
             )
+
+    def _check_weights(self) -> None:
+        """Raise if a weight is not finite, as after a last step whose loss still was."""
+        for name, tensor in self.learner.state_dict().items():
+            if tensor.is_floating_point():
+                self._check_finite(float(tensor.detach().double().abs().sum()), f"sum of |{name}|")
 
     def _finish_epoch(self) -> dict[str, float]:
         """Close the epoch: its row of the history, early stopping, checkpoint."""

@@ -250,7 +250,9 @@ def test_a_temperature_does_not_change_what_is_strange():
     assert (after.entropy > before.entropy).all()
     assert_close(after.strangeness("entropy"), before.strangeness("entropy"))
     learn_novelty(model, guide, x)
-    assert_close(predict(model, guide, x).novelty, before.novelty)
+    # These rows are the reference: rounding breaks their ties with themselves, a rank to one side.
+    rank = 1 / (len(x) + 1)
+    assert_close(predict(model, guide, x).novelty, before.novelty, rtol=0, atol=1.01 * rank)
 
 
 def test_threads_share_a_model():

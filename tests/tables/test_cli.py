@@ -340,7 +340,7 @@ def test_files_that_are_not_there_and_directories(files, tmp_path):
     fail("fit", tmp_path, *arguments, match="is a directory")
     fail("predict", tmp_path / "none", files / "new.csv", match="no such directory")
     fail("predict", tmp_path, files / "new.csv", match="config.json")
-    fail("predict", files / "new.csv", files / "new.csv", match="no such directory")
+    fail("predict", files / "new.csv", files / "new.csv", match="is not an ONNX file")
     fail("predict", files / "model", files / "new.csv", "--out", tmp_path, match="is a directory")
     out = tmp_path / "no" / "p.csv"
     fail("predict", files / "model", files / "new.csv", "--out", out, match="does not exist")
