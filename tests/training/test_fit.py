@@ -23,7 +23,7 @@ from pyro_dak import (
     predict,
 )
 from pyro_dak.training.checkpoint import module_tensors
-from pyro_dak.training.fit import build_objective
+from pyro_dak.training.fit import TrainingError, build_objective
 from tests.training.runs import assert_same, make_data, make_model, parameters_after, train
 
 
@@ -237,3 +237,17 @@ def test_a_frozen_network_whose_statistics_would_move_is_told():
     before = network[1].running_mean.clone()
     fit(model, MeanFieldGuide(model), data, epochs=1, fixed_features=True, progress=False)
     assert torch.equal(network[1].running_mean, before)
+
+
+@pytest.mark.parametrize("data", [torch.tensor(1.0), torch.zeros(4, 2)])
+def test_a_tensor_alone_is_no_data(data):
+    model = DAK(nn.Identity(), 2, 2, level=2)
+    with pytest.raises(TypeError, match="`data` must be a pair"):
+        fit(model, MeanFieldGuide(model), data, epochs=1, progress=False)
+
+
+def test_a_last_step_to_infinite_weights_is_an_error():
+    model = DAK(nn.Linear(2, 3), 3, 2, level=2)
+    options = {"optimizer": "adamw", "weight_decay": 1e300, "learning_rate": 1e10, "epochs": 1}
+    with pytest.raises(TrainingError, match="sum of"):
+        fit(model, MeanFieldGuide(model), (torch.randn(20, 2), torch.randn(20, 1)), **options)
