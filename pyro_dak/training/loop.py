@@ -373,6 +373,8 @@ class Run:
         self.generators = [torch.Generator().manual_seed(plan.seed), *data.generators]
         self.generator_states = self._generator_states()  # at the start of the epoch
         self.best = _Best()
+        # Constants may be infinite, as bounds are; weights that training has made so are an error.
+        self.finite = {name for name, tensor in self._real_tensors() if is_finite(tensor)}
 
     def _generator_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self.generators]
@@ -523,9 +525,13 @@ class Run:
 
     def _check_weights(self) -> None:
         """Raise if a weight is not finite, as after a last step whose loss still was."""
-        for name, tensor in self.learner.state_dict().items():
-            if tensor.is_floating_point():
-                self._check_finite(float(tensor.detach().double().abs().sum()), f"sum of |{name}|")
+        for name, tensor in self._real_tensors():
+            if name in self.finite and not is_finite(tensor):
+                self._check_finite(float(tensor.detach().abs().sum()), f"sum of |{name}|")
+
+    def _real_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = self.learner.state_dict().items()
+        return ((name, tensor) for name, tensor in tensors if tensor.is_floating_point())
 
     def _finish_epoch(self) -> dict[str, float]:
         """Close the epoch: its row of the history, early stopping, checkpoint."""
