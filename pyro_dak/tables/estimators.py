@@ -78,8 +78,9 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         calibration_: the factor of the squared scale of predictions, found on held-out rows.
         tail_df_: the degrees of freedom of the predictive t distribution, also found there;
             infinite for normal tails.
-        mixture_factor_: a further factor of the squared scale, at most 1, because the mean of
-            several members has smaller errors than a single member.
+        mixture_factor_: a further factor of the squared scale. The mean of several members has
+            smaller errors than a single member, which makes it smaller than 1; and 95 % intervals
+            of the members must cover 95 % of held-out rows, which may make it larger.
         member_factors_: each member's own factor beside `calibration_`, found on its own held-out
             rows; all 1 unless members clearly differ, and None after a refit.
         kept_apart_: with `warm_start`, the share of the rows that is never trained on and the seed

@@ -31,7 +31,7 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # The degrees of freedom that `fit_student` chooses from.
-_TAILS = (2.5, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, math.inf)
+_TAILS = (2.1, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0, math.inf)
 # From this many residuals on, tails may be normal.
 _MANY = 40
 # Members have scales of their own if equal ones would give such differences this rarely.
@@ -158,7 +158,7 @@ class Calibration(NamedTuple):
     Attributes:
         scale: the factor of the squared scale of every member; the geometric mean over members.
         df: the degrees of freedom of the t distribution.
-        mixture_factor: the factor of the squared scale of the mixture, at most 1.
+        mixture_factor: the factor of the squared scale of the mixture.
         member_factors: each member's own factor beside `scale`, E numbers with geometric mean 1;
             None if the members that predict are not those that were calibrated.
     """
@@ -186,12 +186,14 @@ def calibrate(
     them. With `is_refit` the members that predict are new ones, trained in the same way.
 
     A held-out row is predicted by the member that has not seen it, and a new row by the mixture,
-    which errs less. So the width is found in two steps. First every member becomes as wide as its
+    which errs less. So the width is found in three steps. First every member becomes as wide as its
     own errors: scale and tails are those under which its residuals are most probable (see
     `fit_members`, or `fit_student` for all members alike after a refit). Then `mixture_factor`
     takes away what the mean of the members gains over one of them, which rows that two members have
-    not seen show. The scale of a single member is instead raised, if necessary, until its 95 %
-    intervals cover 95 % of these rows.
+    not seen show. The most probable scale is that of most residuals, and where no t distribution
+    fits, few may decide how many rows intervals miss. So the squared scale is then multiplied by
+    the least number, at least 1, with which 95 % intervals of the members cover 95 % of their rows
+    (`covering_scale`).
     """
     residuals = (y - mean) / np.sqrt(var)
     if is_refit or size == 1:
@@ -199,11 +201,10 @@ def calibrate(
         scales = np.full(len(y), common)
     else:
         scales, df = fit_members(residuals, weights)
-    if size == 1:
-        scales = np.maximum(scales, covering_scale(residuals, df, weights=weights))
     overlap = y.shape[1] // 2 if overlap is None else overlap
     own = scales.reshape(-1, *(1,) * (y.ndim - 1))  # (E, 1, ...)
     factor = mixture_factor(y, mean, own * var, overlap, df, size, weights)
+    factor *= max(1.0, covering_scale(residuals / np.sqrt(own), df, weights=weights))
     scale = float(np.exp(np.log(scales).mean()))
     return Calibration(scale, df, factor, None if is_refit else (scales / scale).tolist())
 
