@@ -5,16 +5,24 @@ gradient; and the affine map from a network's last layer to the units as one pro
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from pyro_dak.annotations import Float
 from pyro_dak.fast.fused import Intervals, sinh_ratio, two_nodes
+from pyro_dak.fast.transforms import needs_plain_operations
 
-__all__ = ["FixedMoments", "affine_units", "are_plain"]
+__all__ = ["FixedMoments", "KeptResults", "affine_units", "are_plain"]
+
+# So many numbers of each quantity are computed at a time. Larger tensors go back to the system as
+# soon as they are done with, and to get them anew costs more than to compute what is in them.
+_MAX_NUMBERS = 2**17
+# Results of more numbers than this are not kept.
+_MAX_KEPT_NUMBERS = 2**20
 
 # Nodes are added outside the grid from this many rows on, and this many for each node of a unit:
 # for fewer rows they cost more than they save.
@@ -24,12 +32,12 @@ _MANY_ROWS, _MANY_ROWS_PER_NODE = 2048, 8
 class _Nodes(NamedTuple):
     """Moments of each unit at adjacent nodes, from node `low` to the one after node `high`.
 
-    `table` holds mean, variance and twice the covariance with the next node, and then mean and
-    variance of the next node, `(5 F, P T - 1)`: one gather for all five is worth the copy.
-    `origin`, `(P, 1)`, says where node 0 of each unit is, or would be.
+    `parts` are mean, variance and twice the covariance with the next node, and then mean and
+    variance of the next node, `(F, P T - 1)` each. `origin`, `(P, 1)`, says where node 0 of each
+    unit is, or would be.
     """
 
-    table: Tensor
+    parts: tuple[Tensor, ...]
     low: int
     high: int
     origin: Tensor
@@ -39,9 +47,44 @@ def _nodes(table: Tensor, low: int) -> _Nodes:
     """The nodes of a table `(3, F, P, T)` whose first one is node `low`."""
     P, T = table.shape[-2:]
     flat = table.flatten(2)
-    pairs = torch.cat([flat[..., :-1], flat[:2, :, 1:]]).flatten(0, 1)
+    pairs = torch.cat([flat[..., :-1], flat[:2, :, 1:]]).unbind()
     starts = torch.arange(-low, P * T - low, T, dtype=torch.int32, device=table.device)
     return _Nodes(pairs, low, low + T - 2, starts.unsqueeze(-1))
+
+
+class KeptResults:
+    """The last result for each owner, kept while the tensors it was made from have the same values.
+
+    Values are compared, and not versions: `tensor.data` changes values without leaving a trace.
+    NaNs equal nothing, so that nothing is kept for them. An owner is a module, which may go away.
+    """
+
+    def __init__(self) -> None:
+        self._results: WeakKeyDictionary[nn.Module, tuple[Any, Sequence[Tensor], Any]]
+        self._results = WeakKeyDictionary()
+
+    def __call__(
+        self, owner: nn.Module, make: Callable[..., Any], constants: object, *tensors: Tensor
+    ) -> Any:
+        """make(*tensors), or what it returned before for these very constants.
+
+        `make` gets copies, to which nobody else writes.
+        """
+        if needs_plain_operations():
+            return make(*tensors)
+        then, values, result = self._results.get(owner, (None, (), None))
+        if then is constants and len(values) == len(tensors) and all(map(_equal, values, tensors)):
+            return result
+        with torch.inference_mode(False), torch.no_grad():
+            values = [tensor.detach().clone() for tensor in tensors]
+            result = make(*values)
+        if sum(value.numel() for value in values) <= _MAX_KEPT_NUMBERS:
+            self._results[owner] = constants, values, result
+        return result
+
+
+def _equal(kept: Tensor, now: Tensor) -> bool:
+    return kept.dtype == now.dtype and kept.device == now.device and torch.equal(kept, now)
 
 
 class FixedMoments:
@@ -79,11 +122,20 @@ class FixedMoments:
         """Mean and variance. A NaN shows in its own row."""
         if torch.compiler.is_compiling():
             return self._for_compiler(h)
+        num_rows = max(1, _MAX_NUMBERS // max(1, h.shape[1] * self.table.shape[1]))
+        are_many = len(h) >= max(_MANY_ROWS, _MANY_ROWS_PER_NODE * self.intervals.num_nodes)
+        if len(h) <= num_rows:
+            return self._of_block(h, are_many)
+        blocks = [self._of_block(block, are_many) for block in h.split(num_rows)]
+        means, variances = zip(*blocks, strict=True)
+        return torch.cat(means), torch.cat(variances)
+
+    def _of_block(self, h: Tensor, are_many: bool) -> tuple[Tensor, Tensor]:
         N, P = h.shape
         x = h.new_empty(P, N)  # rows last in memory, whatever the strides of h
         torch.sub(h.mT, self.intervals.low, out=x).div_(self.intervals.spacing)
         nodes, r = self.near, None
-        if self._has_far_nodes(x):
+        if are_many and self._is_near(x):
             assert self.far is not None
             nodes = self.far
         else:
@@ -96,17 +148,18 @@ class FixedMoments:
         w1, w0 = sinh_ratio(a, self.intervals), sinh_ratio(1 - a, self.intervals)
         if r is not None:
             w0.mul_(r)  # w1 is 0 where r is not 1
-            places.clamp_(0, nodes.table.shape[1] - 1)  # of a NaN
-        picked = nodes.table.index_select(1, places.view(-1))
-        mean, var, cov, next_mean, next_var = picked.view(5, self.table.shape[1], P, N)
+            places.clamp_(0, nodes.parts[0].shape[1] - 1)  # of a NaN
+        places, shape = places.view(-1), (self.table.shape[1], P, N)
+        mean, var, cov, next_mean, next_var = (
+            part.index_select(1, places).view(shape) for part in nodes.parts
+        )
         mean = mean.mul_(w0).addcmul_(w1, next_mean).sum(1)
         var = var.mul_(w0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), next_var).sum(1)
         return mean.mT, var.mT
 
-    def _has_far_nodes(self, x: Tensor) -> bool:
-        """Whether all of x lies between nodes inside and outside the grid; makes them if so."""
-        num_rows, M = x.shape[-1], self.intervals.num_nodes
-        if x.device.type != "cpu" or num_rows < max(_MANY_ROWS, _MANY_ROWS_PER_NODE * M):
+    def _is_near(self, x: Tensor) -> bool:
+        """Whether all of x lies between nodes inside and outside the grid; makes these nodes."""
+        if x.device.type != "cpu":
             return False
         if self.far is None:
             self.far = self._continued()
@@ -128,9 +181,7 @@ class FixedMoments:
         """The same in plain operations, of which the compiler makes one loop over h."""
         j, (w0, w1) = two_nodes(h.mT.unsqueeze(0), None, self.intervals)
         places = (self.near.origin + j[0]).long()
-        F = self.table.shape[1]
-        rows = self.near.table.view(5, F, -1).unbind()
-        mean0, var0, cov, mean1, var1 = (row[:, places] for row in rows)
+        mean0, var0, cov, mean1, var1 = (part[:, places] for part in self.near.parts)
         mean = w0 * mean0 + w1 * mean1
         var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
         return mean.sum(1).mT, var.sum(1).mT
@@ -158,6 +209,8 @@ def affine_units(
     if weight is None:
         return [network], gain, shift
     weight = gain * weight
+    if num_rows < 2:
+        return [network], weight, shift
     layers = [network]
     while layers and type(layers[-1]) is nn.Sequential and are_plain((layers[-1], nn.Sequential)):
         layers[-1:] = list(layers[-1])
@@ -176,13 +229,15 @@ def affine_units(
     return layers, weight @ last.weight, shift
 
 
-_names_of_class: Callable[[type], list[str]] = functools.cache(dir)
+_names_of_class: Callable[[type], frozenset[str]] = functools.cache(
+    lambda kind: frozenset(dir(kind))
+)
 
 
 def are_plain(*pairs: tuple[nn.Module, type[nn.Module]]) -> bool:
     """Whether each module is exactly of its class, with nothing hooked to it or in its place."""
     for module, kind in pairs:
-        if type(module) is not kind or not vars(module).keys().isdisjoint(_names_of_class(kind)):
+        if type(module) is not kind or not _names_of_class(kind).isdisjoint(vars(module)):
             return False
         forward, backward = module._forward_hooks, module._backward_hooks
         if forward or backward or module._forward_pre_hooks or module._backward_pre_hooks:

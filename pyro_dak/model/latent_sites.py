@@ -37,7 +37,7 @@ def known_sites(model: DAK, *, for_y: bool = True, given: Collection[str] = ()) 
     for name in model.scale_shapes:
         if name not in given:
             _refuse(name, "prior", model)
-    parts = [(id(part), *getattr(part, "_pyro_samples", ())) for part in parts_of(model)]
+    parts = [(id(part), *vars(part).get("_pyro_samples", ())) for part in parts_of(model)]
     checked = _CHECKED.setdefault(model, {})
     if for_y and checked.get("likelihood") != parts:
         with pyro_lock:

@@ -6,7 +6,7 @@ last. What goes through Pyro, whose handlers are global, is done by one thread a
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -34,16 +34,18 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
     All else is shared, which makes it several times faster than a deep copy.
     """
     own = copy.copy(module)
-    own._parameters, own._buffers, own._modules = {}, {}, {}
+    parameters, buffers, modules = {}, {}, {}
     for name, p in module._parameters.items():
-        own._parameters[name] = p
+        parameters[name] = p
         if p is not None:
             value = p.detach().to(device, copy=True)
-            own._parameters[name] = nn.Parameter(value, p.requires_grad)
+            parameters[name] = nn.Parameter(value, p.requires_grad)
     for name, buffer in module._buffers.items():
-        own._buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
+        buffers[name] = None if buffer is None else buffer.detach().to(device, copy=True)
     for name, part in module._modules.items():
-        own._modules[name] = None if part is None else with_own_tensors(part, device)
+        modules[name] = None if part is None else with_own_tensors(part, device)
+    # Not by attributes, for which modules, and those of Pyro all the more, look in many places.
+    vars(own).update(_parameters=parameters, _buffers=buffers, _modules=modules)
     return own
 
 
@@ -72,9 +74,10 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
         for part in parts:
             count, mode = _evaluated.get(part, (0, part.training))
             _evaluated[part] = (count + 1, mode)
-            part.training = False
+            if part.training:  # setting an attribute of a module takes long
+                part.training = False
     try:
-        with torch.no_grad(), local_parameters(*modules):
+        with torch.no_grad(), _local_parameters(parts):
             yield
     finally:
         with _modes_lock:
@@ -82,7 +85,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
                 count, mode = _evaluated.pop(part)
                 if count > 1:
                     _evaluated[part] = (count - 1, mode)
-                else:
+                elif part.training != mode:
                     part.training = mode
 
 
@@ -93,8 +96,15 @@ def local_parameters(*modules: nn.Module) -> Iterator[None]:
     Pyro prepares a module for this only if it was made under the setting; autoguides made before
     are prepared here.
     """
+    with _local_parameters(parts_of(*modules)):
+        yield
+
+
+@contextmanager
+def _local_parameters(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """`local_parameters` of modules and of all inside them."""
     global _local
-    for part in parts_of(*modules):
+    for part in parts:
         if isinstance(part, PyroModule) and not hasattr(part._pyro_context, "param_state"):
             part._pyro_context.param_state = {"params": {}, "constraints": {}}
     with _modes_lock:

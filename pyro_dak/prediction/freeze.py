@@ -13,7 +13,7 @@ from pyro_dak.additive.gaussian import FunctionMoments, moments_of_draws
 from pyro_dak.additive.layer import AdditiveLayer
 from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.fast.compiling import Compiled
-from pyro_dak.fast.serving import FixedMoments, affine_units, are_plain
+from pyro_dak.fast.serving import FixedMoments, KeptResults, affine_units, are_plain
 from pyro_dak.inference.densities import draw_functions
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.inference.guides.base import check_guide
@@ -25,6 +25,7 @@ from pyro_dak.model.rows import Inputs, call
 __all__ = ["affine_parts", "freeze", "freeze_with_features"]
 
 _COMPILED: WeakKeyDictionary[DAK, Compiled] = WeakKeyDictionary()
+_FROM_NODES = KeptResults()  # moments as functions of h, by guide
 
 
 @torch.no_grad()
@@ -53,6 +54,9 @@ def freeze(
         num_rows: how many inputs there will be; preparations that pay only for many depend on it.
         compile: whether to compile network and last layer, once for each model.
     """
+    check_model(model)
+    if sites is None:
+        check_guide(model, guide)
     both = freeze_with_features(
         model,
         guide,
@@ -79,11 +83,9 @@ def freeze_with_features(
     """q(f), and with `with_features` what `model.features` returns, from one pass.
 
     The other arguments are those of `freeze`. The network runs once for each row, unless the class
-    of the model is not `DAK` itself, whose unit inputs may come from anywhere.
+    of the model is not `DAK` itself, whose unit inputs may come from anywhere. Model and guide are
+    not checked here.
     """
-    check_model(model)
-    if sites is None:
-        check_guide(model, guide)
     mixed = is_mixed(model.layer.log_unit_scale)
     # Without rows, no layer of the network is folded into the map to the units.
     network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
@@ -198,10 +200,23 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
     )
     if not is_known:
         return partial(guide.moments, layer)
-    sigma = layer.log_unit_scale.exp().unsqueeze(-1)
-    z_loc, z_scale = sigma * guide.z_loc, sigma * guide.z_log_scale.exp()
-    table = activation.node_table(z_loc, z_scale.square())
-    mu, mu_var = guide.mu_loc.clone(), (2 * guide.mu_log_scale).exp()
+    weights = guide.z_loc, guide.z_log_scale, guide.mu_loc, guide.mu_log_scale
+    constants = activation.local_constants(weights[0])
+    make = partial(_moments_from_nodes, activation)
+    return _FROM_NODES(guide, make, constants, *weights, layer.log_unit_scale)
+
+
+def _moments_from_nodes(
+    activation: KernelActivation,
+    z_loc: Tensor,
+    z_log_scale: Tensor,
+    mu: Tensor,
+    mu_log_scale: Tensor,
+    log_sigma: Tensor,
+) -> Callable[[Tensor], FunctionMoments]:
+    sigma = log_sigma.exp().unsqueeze(-1)
+    table = activation.node_table(sigma * z_loc, (sigma * z_log_scale.exp()).square())
+    mu_var = (2 * mu_log_scale).exp()
     of_units = FixedMoments(table, activation.local_constants(table).intervals)
 
     def moments(h: Tensor) -> FunctionMoments:

@@ -195,7 +195,8 @@ def predict(
                     scores.append(torch.special.entr(log_probs.exp()).sum(-1))
                 strange.append([score.to(own_device) for score in scores])
         joined = [torch.cat(part) for part in zip(*parts, strict=True)]
-        model.input_shape = model.input_shape or row_shape(x)
+        if model.input_shape is None:
+            model.input_shape = row_shape(x)
         check_finite("mean and variance of f", torch.add(*joined[3 - has_classes :][:2]))
     found = None
     if has_novelty:
@@ -460,5 +461,6 @@ def sample_functions(
 
 
 def with_bar(chunks: Iterable[Any], progress: bool, name: str = "predict") -> Iterable[Any]:
-    """The chunks, behind a bar that shows after two seconds."""
-    return tqdm(chunks, desc=name, delay=2.0, leave=False) if progress else chunks
+    """The chunks, behind a bar that shows after two seconds, if there may be several of them."""
+    is_one = isinstance(chunks, Sequence) and len(chunks) == 1
+    return tqdm(chunks, desc=name, delay=2.0, leave=False) if progress and not is_one else chunks

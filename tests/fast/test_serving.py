@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from pyro_dak import DyadicGrid, KernelActivation, LaplaceKernel
 from pyro_dak.additive import bridge
 from pyro_dak.additive.factor import level_constants
+from pyro_dak.fast import serving
 from pyro_dak.fast.serving import FixedMoments
 from tests import reference
 
@@ -107,6 +108,18 @@ def test_many_rows_have_the_moments_of_few():
     h = 0.5 + 0.3 * torch.randn(2048, 3)
     for many, few in zip(moments(h), zip(*map(moments, h.split(100)), strict=True), strict=True):
         assert_close(many, torch.cat(few))
+
+
+@pytest.mark.parametrize("furthest", [0.9, 40.0])
+def test_blocks_of_rows_have_the_moments_of_all(furthest, monkeypatch):
+    activation = KernelActivation(DyadicGrid(3, (-1.0, 1.0)))
+    loc = torch.randn(2, 3, 7)
+    moments = fixed_moments(activation, loc, loc.square())
+    h = torch.rand(2500, 3)
+    h[2100, 1] = furthest
+    expected = moments(h)
+    monkeypatch.setattr(serving, "_MAX_NUMBERS", 6000)
+    assert_close(moments(h), expected)
 
 
 def test_nan_among_many_rows_shows_in_its_own():

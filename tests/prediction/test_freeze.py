@@ -1,14 +1,34 @@
 """Frozen models give the numbers of the plain form, whatever has been put into their place."""
 
+import copy
+import gc
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI
 from torch import nn
 from torch.testing import assert_close
 
-from pyro_dak import DAK, MeanFieldGuide, RBFKernel
+from pyro_dak import (
+    DAK,
+    ClosedFormELBO,
+    KernelActivation,
+    LaplaceKernel,
+    MeanFieldGuide,
+    RBFKernel,
+    predict,
+)
+from pyro_dak.fast import serving
 from pyro_dak.fast.serving import affine_units
 from pyro_dak.prediction import freeze
 from tests import scenarios
+
+# The package has a function of the same name.
+freeze_module = sys.modules["pyro_dak.prediction.freeze"]
 
 LINEAR = {
     "linear": lambda: nn.Linear(3, 4),
@@ -311,3 +331,180 @@ for num_rows in (2, 7, 300):
 def test_a_model_is_exported_for_any_number_of_rows():
     # In a process of its own: numbers of rows are symbols there, which the shape checks refuse.
     scenarios.run_alone(EXPORTED)
+
+
+def scaled_in_place(model, guide, x):
+    with torch.no_grad():
+        guide.z_loc.mul_(2)
+
+
+def scaled_without_a_trace(model, guide, x):
+    guide.z_loc.data.mul_(2)
+
+
+def scaled_as_an_array(model, guide, x):
+    guide.z_log_scale.detach().numpy()[...] += 1
+
+
+def loaded(model, guide, x):
+    guide.load_state_dict({name: 2 * value for name, value in guide.state_dict().items()})
+
+
+def replaced(model, guide, x):
+    guide.mu_loc = nn.Parameter(guide.mu_loc.detach() + 1)
+
+
+def replaced_data(model, guide, x):
+    guide.mu_log_scale.data = guide.mu_log_scale.data + 1
+
+
+def swapped_units(model, guide, x):
+    """The sums over all weights stay."""
+    guide.z_loc.data.copy_(guide.z_loc.data.flip(1))
+
+
+def scaled_units(model, guide, x):
+    model.layer.log_unit_scale.data.add_(1)
+
+
+def optimised(model, guide, x):
+    optimizer = torch.optim.Adam(guide.parameters(), lr=0.1, fused=True)
+    guide.moments(model.layer, model.unit_inputs(x)).var.sum().backward()
+    optimizer.step()
+
+
+def stepped_by_pyro(model, guide, x):
+    pyro.clear_param_store()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=ClosedFormELBO())
+    svi.step(x, torch.randn(len(x), 1))
+    pyro.clear_param_store()
+    model.eval()
+
+
+def with_another_lengthscale(model, guide, x):
+    grid = model.layer.activation.grid
+    model.layer.activation = KernelActivation(grid, LaplaceKernel(0.4))
+
+
+CHANGES = (
+    scaled_in_place,
+    scaled_without_a_trace,
+    scaled_as_an_array,
+    loaded,
+    replaced,
+    replaced_data,
+    swapped_units,
+    scaled_units,
+    optimised,
+    stepped_by_pyro,
+    with_another_lengthscale,
+)
+
+
+def small_case():
+    model = DAK(LINEAR["sequence"](), 4, num_units=2).eval()
+    return model, MeanFieldGuide(model), torch.randn(20, 3)
+
+
+def assert_moments_are_plain(model, guide, x):
+    with torch.no_grad():
+        plain = guide.moments(model.layer, model.unit_inputs(x))
+    frozen = freeze(model, guide)(x)
+    assert_close(frozen.mean, plain.mean)
+    assert_close(frozen.var, plain.var)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_kept_nodes_are_never_those_of_other_weights(change):
+    model, guide, x = small_case()
+    before = freeze(model, guide)(x)
+    change(model, guide, x)
+    after = freeze(model, guide)(x)
+    assert not torch.equal(after.mean, before.mean) or not torch.equal(after.var, before.var)
+    assert_moments_are_plain(model, guide, x)
+
+
+def test_kept_nodes_are_those_of_each_copy():
+    model, guide, x = small_case()
+    before = freeze(model, guide)(x)
+    other = copy.deepcopy(guide)
+    other.z_loc.data.mul_(2)
+    assert_moments_are_plain(model, other, x)
+    assert_close(freeze(model, guide)(x).mean, before.mean, rtol=0, atol=0)
+
+
+def test_kept_nodes_have_the_precision_of_the_model():
+    model, guide, x = small_case()
+    freeze(model, guide)(x)
+    assert freeze(model.float(), guide.float())(x.float()).var.dtype == torch.float32
+
+
+def test_nodes_made_in_inference_mode_serve_outside():
+    model, guide, x = small_case()
+    with torch.inference_mode():
+        freeze(model, guide)(x)
+    x.requires_grad_()
+    assert_moments_are_plain(model, guide, x)
+
+
+def num_tables(monkeypatch, function):
+    """How often the nodes are computed."""
+    calls, node_table = [], KernelActivation.node_table
+
+    def counted(*args):
+        calls.append(args)
+        return node_table(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelActivation, "node_table", counted)
+        function()
+    return len(calls)
+
+
+def test_nodes_are_computed_once_for_the_same_weights(monkeypatch):
+    model, guide, x = small_case()
+
+    def predictions():
+        for _ in range(3):
+            predict(model, guide, x)
+            guide.load_state_dict(guide.state_dict())
+
+    assert num_tables(monkeypatch, predictions) == 1
+    guide.z_loc.data[0, 0, 0] += 1
+    assert num_tables(monkeypatch, predictions) == 1
+
+
+def test_nodes_with_a_nan_are_not_kept(monkeypatch):
+    model, guide, x = small_case()
+    guide.z_loc.data[0, 1, 2] = torch.nan
+    assert num_tables(monkeypatch, lambda: [freeze(model, guide)(x) for _ in range(2)]) == 2
+
+
+def test_many_nodes_are_not_kept(monkeypatch):
+    monkeypatch.setattr(serving, "_MAX_KEPT_NUMBERS", 10)
+    model, guide, x = small_case()
+    assert num_tables(monkeypatch, lambda: [freeze(model, guide)(x) for _ in range(2)]) == 2
+
+
+def test_kept_nodes_go_with_their_guide():
+    model, guide, x = small_case()
+    freeze(model, guide)(x)
+    moments = weakref.ref(freeze_module._FROM_NODES._results[guide][-1])
+    del guide
+    gc.collect()
+    assert moments() is None
+
+
+def test_threads_with_guides_of_their_own_and_a_shared_one_get_their_moments():
+    model, shared, x = small_case()
+    guides = [MeanFieldGuide(model) for _ in range(4)]
+    expected = [predict(model, guide, x).mean for guide in (shared, *guides)]
+
+    def work(number):
+        for _ in range(30):
+            found = predict(model, guides[number], x).mean, predict(model, shared, x).mean
+            assert torch.equal(found[0], expected[number + 1])
+            assert torch.equal(found[1], expected[0])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
