@@ -76,6 +76,7 @@ def example(tmp_path):
 
 
 def test_a_script_becomes_a_page(example, tmp_path):
+    import_optional("matplotlib.pyplot").figure()  # left open by someone else
     gallery.run(example, tmp_path)
     page = (tmp_path / "page.md").read_text()
     assert "# A title\n\nAn introduction to [toy](toy.md)." in page

@@ -91,6 +91,7 @@ def run(script: Path, folder: Path, numbers: Mapping[str, Any] | None = None) ->
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = list(read_cells(script.read_text(encoding="utf-8")))
     _check_known(cells, numbers or {})
+    plt.close("all")  # what others have left open is no picture of this page
     parts, start = [], time.process_time()
     with plt.rc_context(_style()):
         for cell in cells:
