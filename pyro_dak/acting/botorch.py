@@ -29,6 +29,10 @@ from pyro_dak.validation import check_finite, check_floating, check_integer
 
 __all__ = ["DAKModel"]
 
+# How far the log scales of the columns, and of the directions, go from their start together, and
+# how far each goes by itself. If each goes its own way, the evidence of few rows is overfitted.
+_LEVEL_DEVIATION, _DEVIATION = 1.0, 0.03
+
 
 class DAKModel(Model, FantasizeMixin):
     """A surrogate for BoTorch from data: `DAKModel(train_X, train_Y)` is fitted and ready.
@@ -37,7 +41,8 @@ class DAKModel(Model, FantasizeMixin):
     from the exact posterior N(m, S) of the last layer, and with the covariance that the grids of
     the units lose, which brings the prior back away from the data. It has gradients in X, and
     conditioning on more rows is exact. Network, scales and noise maximise the evidence
-    (`maximize_evidence`), and conditioning leaves them as they are.
+    (`maximize_evidence`), and conditioning leaves them as they are. The scales of columns go up and
+    down together, and so do those of directions.
 
     Args:
         train_X: inputs, `(n, d)`, in the unit cube after `input_transform`, in double precision.
@@ -93,6 +98,8 @@ class DAKModel(Model, FantasizeMixin):
             y,
             residual_variance=residual_variance,
             log_unit_scale=centre,
+            log_deviation=_DEVIATION,
+            level_deviation=_LEVEL_DEVIATION,
             max_steps=max_steps,
         )
         self._finish(model, GaussianWeights.of_prior(model), residual_variance)

@@ -166,6 +166,7 @@ def maximize_evidence(
     residual_variance: bool = True,
     log_unit_scale: Tensor | None = None,
     log_deviation: float = 1.0,
+    level_deviation: float = 0.0,
     weight_decay: float = 1e-2,
     max_steps: int = 60,
 ) -> float:
@@ -173,8 +174,10 @@ def maximize_evidence(
 
     All rows enter every step of L-BFGS, so this is for hundreds of rows. The weights are integrated
     out. Logarithms of the unit scales have a normal prior, and so has that of the noise, around
-    0.05 of standardised outcomes. A network may have a method `log_prior` of its own; of others the
-    squares of the parameters count `weight_decay` / 2 times.
+    0.05 of standardised outcomes. Units with the same centre, such as the columns, or the
+    directions, of `Projections`, may share a level of their scales, which has a prior deviation of
+    its own. A network may have a method `log_prior` of its own; of others the squares of the
+    parameters count `weight_decay` / 2 times.
 
     Args:
         model: with `GaussianLikelihood`; changed in place, and left in eval mode.
@@ -183,12 +186,14 @@ def maximize_evidence(
         residual_variance: as in `exact_posterior`.
         log_unit_scale: the centre of the prior of the unit scales, `(P,)`; by default where they
             start.
-        log_deviation: standard deviation of that prior.
+        log_deviation: standard deviation of that prior, around the level if there is one.
+        level_deviation: standard deviation of the levels; 0 for none.
         weight_decay: for networks without a prior.
         max_steps: iterations of L-BFGS; with 0 nothing changes.
     """
     check_not_negative("weight_decay", weight_decay)
     check_positive("log_deviation", log_deviation)
+    check_not_negative("level_deviation", level_deviation)
     check_integer("max_steps", max_steps, minimum=0)
     model.eval()
     own = model.layer.log_unit_scale
@@ -199,19 +204,29 @@ def maximize_evidence(
         evidence = log_evidence(model, h, y, residual_variance=residual_variance).sum()
         likelihood: Any = model.likelihood
         log_noise = likelihood.noise.log_scale
-        shares = [
-            (model.layer.log_unit_scale - centre) / log_deviation,
-            (log_noise - _NOISE_LOC) / _NOISE_SCALE,
-        ]
-        return (
-            evidence
-            + _log_prior(model, weight_decay)
-            - 0.5 * sum(share.square().sum() for share in shares)
-        )
+        noise = ((log_noise - _NOISE_LOC) / _NOISE_SCALE).square().sum()
+        scales = _distance(model.layer.log_unit_scale, centre, log_deviation, level_deviation)
+        return evidence + _log_prior(model, weight_decay) - 0.5 * (noise + scales)
 
     with torch.enable_grad(), local_parameters(model):
         _ascend(objective, [p for p in model.parameters() if p.requires_grad], max_steps)
         return float(objective().detach())
+
+
+def _distance(
+    log_scale: Tensor, centre: Tensor, deviation: float, level_deviation: float
+) -> Tensor:
+    """-2 log density of the log unit scales, up to a constant.
+
+    Those of the n units of a group have covariance s^2 I + t^2 1 1^T around their centre, so that
+    r = log_scale - centre enters as sum (r - mean r)^2 / s^2 + n (mean r)^2 / (s^2 + n t^2).
+    """
+    groups, index, sizes = centre.unique(return_inverse=True, return_counts=True)
+    r, n = log_scale - centre, sizes.to(centre.dtype)
+    mean = torch.zeros_like(groups).index_add(0, index, r) / n
+    var = deviation**2
+    within = (r - mean[index]).square().sum() / var
+    return within + (n * mean.square() / (var + n * level_deviation**2)).sum()
 
 
 def _log_prior(model: DAK, weight_decay: float) -> Tensor:

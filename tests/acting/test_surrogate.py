@@ -55,6 +55,37 @@ def test_the_evidence_rises_and_parameters_stay_at_its_best(hidden_size):
     assert_close(maximize_evidence(model, x, y, max_steps=0, **options), values[2])
 
 
+@pytest.mark.parametrize("level_deviation", [0.0, 0.7])
+def test_unit_scales_of_a_group_share_a_level_in_the_prior(level_deviation):
+    model = build_surrogate(2, num_directions=3, noise_scale=0.2).double()
+    x, y = torch.rand(8, 2).double(), torch.randn(8, 1).double()
+    centre = model.layer.log_unit_scale.detach().clone()
+    options = {"log_deviation": 0.3, "level_deviation": level_deviation, "max_steps": 0}
+
+    def log_prior(shift):
+        """By the densities of all log scales of each group, from what the whole differs by."""
+        parts = []
+        for part in (shift[:2], shift[2:]):
+            n = len(part)
+            covariance = 0.09 * torch.eye(n) + level_deviation**2 * torch.ones(n, n)
+            covariance = covariance.double()
+            normal = torch.distributions.MultivariateNormal(torch.zeros(n).double(), covariance)
+            parts.append(normal.log_prob(part))
+        return float(sum(parts))
+
+    shifts = torch.randn(2, 5).double()
+    values = []
+    for shift in shifts:
+        with torch.no_grad():
+            model.layer.log_unit_scale.copy_(centre + shift)
+        value = maximize_evidence(model, x, y, log_unit_scale=centre, **options)
+        # Around where they are, the prior is at its mode: the rest is the same.
+        value -= maximize_evidence(model, x, y, **options)
+        values.append(value)
+    expected = log_prior(shifts[0]) - log_prior(shifts[1])
+    assert_close(values[0] - values[1], expected, rtol=1e-10, atol=1e-8)
+
+
 def test_irrelevant_columns_get_long_lengthscales():
     x = torch.rand(40, 3)
     y = torch.sin(6 * x[:, :1])
