@@ -32,6 +32,7 @@ __all__ = ["DAKModel"]
 # How far the log scales of the columns, and of the directions, go from their start together, and
 # how far each goes by itself. If each goes its own way, the evidence of few rows is overfitted.
 _LEVEL_DEVIATION, _DEVIATION = 1.0, 0.03
+_WEIGHTS = ("loc", "root", "rows")  # what the posterior of the weights consists of
 
 
 class DAKModel(Model, FantasizeMixin):
@@ -319,6 +320,24 @@ class DAKModel(Model, FantasizeMixin):
         super()._apply(fn, recurse)
         self.weights = self.weights.to(fn(self.weights.loc))
         return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The posterior of the weights, which belongs to the parameters in `state_dict`."""
+        parts = {name: getattr(self.weights, name) for name in _WEIGHTS}
+        return parts | {"log_evidence": getattr(self, "log_evidence", None)}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over the posterior of the weights, of a model with as many outputs and weights."""
+        own = self.weights.loc
+        expected = (self.num_outputs, own.shape[-1])
+        shapes = {name: tuple(state[name].shape) for name in _WEIGHTS}
+        if shapes["loc"][-2:] != expected:
+            raise ValueError(
+                f"The state must be that of a model with (outputs, weights) {expected}; got means "
+                f"of shape {shapes['loc']}."
+            )
+        self.weights = GaussianWeights(*(state[name].to(own, copy=True) for name in _WEIGHTS))
+        self.log_evidence = state["log_evidence"]
 
     # BoTorch keeps transformed training inputs in its own models; here they are in the weights.
 
