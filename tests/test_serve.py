@@ -106,7 +106,7 @@ def test_answers_are_predictions(server, model):
     assert (status, health["status"], health["columns"]) == (200, "ok", [*X.columns])
 
 
-DATES = ["2020-02-29", "2020-02-29T13:30:00+02:00", "20210301", "1600-01-01", "9999-12-31", None]
+DATES = ["2020-02-29", "2020-02-29T13:30:00+02:00", "20210301", "2250-01-01", None]
 
 
 def test_dates_are_those_of_a_table(server, model):

@@ -80,8 +80,10 @@ class ExportedTable:
 
     def _inputs(self, raw: Array) -> dict[str, Array]:
         if not self.allows_missing:
-            with np.errstate(over="ignore"):  # `predict_raw` says so
-                return {NUMBERS: raw.astype(self._function.inputs[NUMBERS][1])}
+            dtype = np.dtype(self._function.inputs[NUMBERS][1])
+            if (np.abs(raw) > np.finfo(dtype).max).any():
+                raise TableError(f"has values that are too large for {dtype}.")
+            return {NUMBERS: raw.astype(dtype)}
         return split_inputs(raw, self.columns_)
 
     def _run(self, raw: Array) -> dict[str, Array]:

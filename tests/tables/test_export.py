@@ -258,6 +258,10 @@ def test_a_model_that_is_no_estimator_predicts_tables_of_numbers(tmp_path):
     wanted = predict(case.model, case.guide, case.x)
     np.testing.assert_allclose(found["mean"], wanted.mean[:, 0], rtol=1e-4, atol=1e-5)
     assert list(found) == ["mean", "std", "lower", "upper"]
+    model = read_table_model(tmp_path / "b.onnx")
+    for value in (1e39, -1e300):
+        with pytest.raises(TableError, match="too large for float32"):
+            model.predict_raw(model.raw_of_records([[value, 0]]))
     lacking = run("predict", tmp_path / "a.onnx", tmp_path / "new.csv")
     assert lacking.exit_code == 1
     assert "lacks 2 columns" in lacking.stderr

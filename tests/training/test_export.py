@@ -101,6 +101,31 @@ def test_a_torch_program_predicts_the_same_and_says_the_same(case, file, tmp_pat
     assert max(report.differences.values()) < 1e-5
 
 
+def values_of(path, format, x):
+    """The outputs of an exported file at rows that its export has not seen, by name."""
+    if format == "onnx":
+        return read_exported(path)({"x": x.numpy()})
+    kept = {"pyro_dak.json": ""}
+    program = torch.export.load(path, extra_files=kept)
+    names = json.loads(kept["pyro_dak.json"])["outputs"]
+    return {n: v.detach().numpy() for n, v in zip(names, program.module()(x), strict=True)}
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "student_t", "categorical"])
+def test_both_formats_equal_predict(likelihood, format, tmp_path):
+    own = scenarios.make(likelihood, num_outputs=3, level=4)
+    report = export(own.model, own.guide, tmp_path / "model", format, x=own.x)
+    x = 2 * torch.randn(50, 2)
+    wanted = predict(own.model, own.guide, x)
+    found = values_of(report.path, format, x)
+    compared = {"probs", "entropy"} if likelihood == "categorical" else {"mean", "epistemic"}
+    assert compared <= found.keys()
+    for name, value in found.items():
+        if name != "noise_scale":
+            np.testing.assert_allclose(value, getattr(wanted, name), rtol=1e-5, atol=1e-8)
+
+
 def test_classes_and_inputs_with_names(tmp_path):
     class Network(nn.Module):
         def __init__(self):
