@@ -78,7 +78,10 @@ def fitted(name):
     own = kinds[name]
     if name == "additive classifier of two":
         return own.fit(X, y > 20)
-    return own.fit(X, classes(y) if "classifier" in name else y)
+    own.fit(X, classes(y) if "classifier" in name else y)
+    if name == "classifier":
+        own.variance_factor_ = 0.3
+    return own
 
 
 NAMES = (
