@@ -1,4 +1,4 @@
-"""Processor time of `DAKRegressor().fit` beside deep ensembles of the same size, in the same epochs.
+"""Processor time of `DAKRegressor().fit` beside deep ensembles of its size, in the same epochs.
 
     python -m benchmarks.deep_ensembles [--rows 5000] [--epochs 20]
 
