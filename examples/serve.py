@@ -5,7 +5,8 @@
     curl localhost:8000/predict -d '{"rows": [{"age": 61, "sex": "f"}]}'
 
 POST /predict takes {"rows": [...]} or {"row": ...}, where a row is an object by column or a list in
-the order of the columns, with null for a missing value. The answer has a prediction for each row.
+the order of the columns, with null for a missing value and dates as "2026-01-31" or with a time, as
+in ISO 8601. The answer has a prediction for each row.
 GET /health says what is served, and how many requests wait. Requests wait in a queue that holds a
 limited number of them, and are predicted together; when it is full the answer is 503.
 """
@@ -25,6 +26,7 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from pyro_dak import DAKAdditiveClassifier, DAKAdditiveRegressor, DAKClassifier, DAKRegressor
 from pyro_dak.tables.additive_files import stored_name
@@ -140,10 +142,14 @@ def create_app(model: ExportedTable, limits: Limits, level: float, allow_unknown
     @app.post("/predict")
     async def serve(request: Request) -> JSONResponse:
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.num_bytes:
-                raise HTTPException(413, f"The body must have at most {limits.num_bytes} bytes.")
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.num_bytes:
+                    reason = f"The body must have at most {limits.num_bytes} bytes."
+                    raise HTTPException(413, reason)
+        except ClientDisconnect:
+            raise HTTPException(400, "The body has ended too early.") from None
         rows = parsed(bytes(body), limits.rows)
         try:
             raw = model.raw_of_records(rows, allow_unknown)

@@ -13,7 +13,8 @@ points.
 The defaults of `DAKModel` were chosen on other functions, with three to five seeds: six-hump camel,
 Levy in 4 dimensions, Rosenbrock in 3, Griewank in 5 on a shifted box, and Michalewicz in 5. That
 scales are shared was chosen, after the function in 20 dimensions had shown that something is wrong
-there, on Levy in 4 to 20 dimensions, Rosenbrock and Rastrigin in 20, Griewank and Michalewicz. Of
+there, on Levy in 4 to 20 dimensions, Rosenbrock and Rastrigin in 20, Griewank, Michalewicz, and
+sums over dimensions of sines and of quartic functions of our own. Of
 the four here Ackley's optimum is in the middle of its box, and the function in 20 dimensions,
 Styblinski-Tang's, is a sum over dimensions, which suits an additive prior.
 """

@@ -55,11 +55,12 @@ def stop(process):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """An exported model of two numbers and a colour."""
+    """An exported model of two numbers, a colour and a date."""
     torch.set_default_dtype(torch.float32)
     rng = np.random.default_rng(0)
     X = pd.DataFrame({"a": rng.normal(size=200), "b": rng.normal(size=200)})
     X["colour"] = rng.choice(["red", "green"], 200)
+    X["when"] = pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 900, 200), unit="D")
     estimator = DAKAdditiveRegressor().fit(X, X["a"] + (X["colour"] == "red"))
     path = tmp_path_factory.mktemp("serve") / "model.onnx"
     estimator.export(path, x=X)
@@ -85,7 +86,7 @@ def ask(port, method, path, body=None, connection=None):
 
 
 def rows_of(X, number):
-    return json.loads(X[:number].to_json(orient="records"))
+    return json.loads(X[:number].to_json(orient="records", date_format="iso"))
 
 
 def test_answers_are_predictions(server, model):
@@ -102,31 +103,71 @@ def test_answers_are_predictions(server, model):
         assert status == 200
         assert single["predictions"][0]["mean"] == pytest.approx(many["predictions"][0]["mean"])
     status, _, health = ask(server[1], "GET", "/health")
-    assert (status, health["status"], health["columns"]) == (200, "ok", ["a", "b", "colour"])
+    assert (status, health["status"], health["columns"]) == (200, "ok", [*X.columns])
 
 
-ROW = {"a": 1.0, "b": 2.0, "colour": "red"}
+DATES = ["2020-02-29", "2020-02-29T13:30:00+02:00", "20210301", "2250-01-01", None]
+
+
+def test_dates_are_those_of_a_table(server, model):
+    estimator, X, _ = model
+    records = [record | {"when": date} for record in rows_of(X, 1) for date in DATES]
+    status, _, content = ask(server[1], "POST", "/predict", json.dumps({"rows": records}))
+    assert status == 200
+    wanted = estimator.predict_dist(pd.DataFrame(records))
+    for name in ("mean", "std"):
+        found = [row[name] for row in content["predictions"]]
+        np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-5)
+    assert len({row["mean"] for row in content["predictions"][:3]}) == 3
+
+
+ROW = {"a": 1.0, "b": 2.0, "colour": "red", "when": "2020-05-01"}
+
+
+def row(**change):
+    return json.dumps({"row": ROW | change}).encode()
+
+
+TWO = b'1, "red", "2020-05-01"]}'  # the end of a row
 REFUSED = {
     "nothing": (b"", 400, "not JSON"),
     "no JSON": (b"{rows: 1}", 400, "not JSON"),
     "no text": (b"\xff\xfe\x00", 400, "not JSON"),
-    "NaN": (b'{"row": [NaN, 1, "red"]}', 400, "write null"),
+    "NaN": (b'{"row": [NaN, ' + TWO, 400, "write null"),
+    "infinity": (b'{"row": [-Infinity, ' + TWO, 400, "write null"),
     "deep": (b"[" * 100_000, 400, "not JSON"),
-    "many digits": (b'{"row": [' + b"9" * 5000 + b', 1, "red"]}', 400, "not JSON"),
+    "many digits": (b'{"row": [' + b"9" * 5000 + b", " + TWO, 400, "not JSON"),
     "a list": (b"[]", 422, "must be"),
     "other key": (b'{"data": []}', 422, "must be"),
     "no rows": (b'{"rows": []}', 422, "1 to 1000"),
-    "too many rows": (json.dumps({"rows": [[0, 0, "red"]] * 1001}).encode(), 422, "1 to 1000"),
+    "too many rows": (json.dumps({"rows": [[0, 0, "red", None]] * 1001}).encode(), 422, "1 to"),
+    "very many rows": (b'{"rows": [' + b"1," * 500_000 + b"1]}", 422, "1 to 1000 rows; got 500001"),
     "rows are no list": (b'{"rows": "all"}', 422, "1 to 1000"),
     "a number": (b'{"rows": [3]}', 422, "row 0: must be an object or a list"),
-    "short": (b'{"row": [1, 2]}', 422, "has 2 values, expected 3"),
-    "text": (json.dumps({"row": ROW | {"a": "x"}}).encode(), 422, "`a` must be a number"),
-    "too large": (b'{"row": [1e999, 1, "red"]}', 422, "`a` must be a finite number"),
-    "large": (b'{"row": [1' + b"0" * 400 + b', 1, "red"]}', 422, "`a` must be a finite number"),
-    "unknown": (json.dumps({"row": ROW | {"colour": "pink"}}).encode(), 422, "no category 'pink'"),
-    "column": (json.dumps({"row": ROW | {"c": 1}}).encode(), 422, "unknown ones ['c']"),
-    "lacks": (json.dumps({"row": {"a": 1}}).encode(), 422, "lacks the columns ['b', 'colour']"),
-    "long": (b" " * (2**20 + 1), 413, "at most 1048576 bytes"),
+    "no row": (b'{"row": null}', 422, "row 0: must be an object or a list"),
+    "short": (b'{"row": [1, 2]}', 422, "has 2 values, expected 4"),
+    "text": (row(a="x"), 422, "`a` must be a number"),
+    "long text": (row(a="1" * 10**6), 422, "`a` must be a number; got '111"),
+    "a list in it": (row(a=[[]]), 422, "`a` must be a number; got a list"),
+    "too large": (b'{"row": [1e999, ' + TWO, 422, "`a` must be a finite number"),
+    "large": (b'{"row": [1' + b"0" * 400 + b", " + TWO, 422, "`a` must be a finite number"),
+    "nearly too large": (row(a=-1.7e308), 422, "too large to compute with"),
+    "unknown": (row(colour="pink"), 422, "no category 'pink'"),
+    "infinite": (b'{"row": [1, 2, 1e999, null]}', 422, "no category inf"),
+    "long": (row(colour="x" * 10**6), 422, "no category 'xxx"),
+    "half a character": (rb'{"row": [1, 2, "\ud800", null]}', 422, r"no category '\ud800'"),
+    "an object": (row(colour={"a": 1}), 422, "must be a text or a number; got a dict"),
+    "no date": (row(when="soon"), 422, "`when` must be a date, as 2026-01-31; got 'soon'"),
+    "no day": (row(when="2021-02-29"), 422, "`when` must be a date"),
+    "day first": (row(when="01/02/2020"), 422, "`when` must be a date"),
+    "not a time": (row(when="NaT"), 422, "`when` must be a date"),
+    "a number of days": (row(when=1577836800000), 422, "`when` must be a date"),
+    "year": (row(when="99999-01-01"), 422, "`when` must be a date"),
+    "long date": (row(when="2" * 10**6), 422, "`when` must be a date"),
+    "half a date": (rb'{"row": [1, 2, "red", "\ud800"]}', 422, "`when` must be a date"),
+    "column": (row(c=1), 422, "unknown ones ['c']"),
+    "lacks": (b'{"row": {"a": 1}}', 422, "lacks the columns ['b', 'colour', 'when']"),
+    "many bytes": (b" " * (2**20 + 1), 413, "at most 1048576 bytes"),
 }
 
 
@@ -136,6 +177,26 @@ def test_malformed_bodies_get_a_reason(server, name):
     status, _, content = ask(server[1], "POST", "/predict", body)
     assert status == wanted
     assert reason in content["detail"]
+
+
+@pytest.mark.parametrize("value", ["{}", '{{"a": {}}}'])
+def test_no_depth_is_too_deep_to_be_refused(server, value):
+    for depth in (100, 900, 950, 960, 970, 980, 990, 1000, 3000, 10_000, 90_000):
+        nested = value.format("[" * depth + "]" * depth)
+        for column in ("a", "colour", "when"):
+            body = json.dumps({"row": ROW | {column: 0}}).replace(": 0", f": {nested}")
+            status, _, content = ask(server[1], "POST", "/predict", body)
+            assert status in (400, 422)
+            assert "nested" in content["detail"] or f"`{column}` must be" in content["detail"]
+
+
+def test_a_client_that_hangs_up_does_no_harm(server):
+    for sent in (b"", b'{"row": '):
+        with socket.create_connection(("127.0.0.1", server[1])) as client:
+            client.sendall(
+                b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n" + sent
+            )
+    assert ask(server[1], "GET", "/health")[0] == 200
 
 
 def test_other_paths_and_methods_are_client_errors(server):

@@ -30,8 +30,11 @@ from pyro_dak.validation import check_finite, check_floating, check_integer
 __all__ = ["DAKModel"]
 
 # How far the log scales of the columns, and of the directions, go from their start together, and
-# how far each goes by itself. If each goes its own way, the evidence of few rows is overfitted.
+# how far each goes by itself. If each goes its own way, the evidence of few rows is overfitted. So
+# do the log lengthscales of D columns, which go 1 / sqrt(D) by themselves: their squared distance
+# from their level is expected to be 1, however many columns there are.
 _LEVEL_DEVIATION, _DEVIATION = 1.0, 0.03
+_WEIGHTS = ("loc", "root", "rows")  # what the posterior of the weights consists of
 
 
 class DAKModel(Model, FantasizeMixin):
@@ -42,7 +45,7 @@ class DAKModel(Model, FantasizeMixin):
     the units lose, which brings the prior back away from the data. It has gradients in X, and
     conditioning on more rows is exact. Network, scales and noise maximise the evidence
     (`maximize_evidence`), and conditioning leaves them as they are. The scales of columns go up and
-    down together, and so do those of directions.
+    down together, so do those of directions, and the lengthscales of columns nearly so.
 
     Args:
         train_X: inputs, `(n, d)`, in the unit cube after `input_transform`, in double precision.
@@ -85,7 +88,11 @@ class DAKModel(Model, FantasizeMixin):
         self._set_transforms(input_transform, outcome_transform, train_Y.shape[-1])
         x, y = self._training_data(train_X, train_Y)
         if model is None:
-            model = build_surrogate(x.shape[-1], y.shape[-1], **options)
+            deviations = {
+                "log_deviation": x.shape[-1] ** -0.5,
+                "level_deviation": _LEVEL_DEVIATION,
+            }
+            model = build_surrogate(x.shape[-1], y.shape[-1], **deviations | options)
         elif options:
             raise TypeError(f"`model` is given, so {sorted(options)} have nothing to say.")
         model = model.to(x)
@@ -319,6 +326,24 @@ class DAKModel(Model, FantasizeMixin):
         super()._apply(fn, recurse)
         self.weights = self.weights.to(fn(self.weights.loc))
         return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The posterior of the weights, which belongs to the parameters in `state_dict`."""
+        parts = {name: getattr(self.weights, name) for name in _WEIGHTS}
+        return parts | {"log_evidence": getattr(self, "log_evidence", None)}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over the posterior of the weights, of a model with as many outputs and weights."""
+        own = self.weights.loc
+        expected = (self.num_outputs, own.shape[-1])
+        shapes = {name: tuple(state[name].shape) for name in _WEIGHTS}
+        if shapes["loc"][-2:] != expected:
+            raise ValueError(
+                f"The state must be that of a model with (outputs, weights) {expected}; got means "
+                f"of shape {shapes['loc']}."
+            )
+        self.weights = GaussianWeights(*(state[name].to(own, copy=True) for name in _WEIGHTS))
+        self.log_evidence = state["log_evidence"]
 
     # BoTorch keeps transformed training inputs in its own models; here they are in the weights.
 

@@ -40,7 +40,9 @@ class Projections(nn.Module):
         num_directions: random directions beside the columns; none if there is one column.
         hidden_size: the width of the network g; 0 leaves it out.
         lengthscale: of the columns at the start and at the mode of its prior; the cube has width 1.
-        log_deviation: standard deviation of its logarithm in the prior.
+        log_deviation: standard deviation of its logarithm in the prior, around the level if there
+            is one.
+        level_deviation: standard deviation of a level that all columns share; 0 for none.
         seed: of directions and network.
     """
 
@@ -53,11 +55,13 @@ class Projections(nn.Module):
         hidden_size: int = 0,
         lengthscale: float = 0.5,
         log_deviation: float = 1.0,
+        level_deviation: float = 0.0,
         seed: int = 0,
     ):
         super().__init__()
         check_positive("lengthscale", lengthscale)
         check_positive("log_deviation", log_deviation)
+        check_not_negative("level_deviation", level_deviation)
         check_integer("num_inputs", num_inputs, minimum=1)
         check_integer("num_directions", num_directions, minimum=0)
         check_integer("hidden_size", hidden_size, minimum=0)
@@ -65,7 +69,8 @@ class Projections(nn.Module):
         vectors = torch.randn(num_directions if D > 1 else 0, D, generator=generator)
         vectors = nn.functional.normalize(vectors, dim=-1)
         self.register_buffer("directions", torch.cat([torch.eye(D), vectors]))
-        self.prior_loc, self.log_deviation = -math.log(lengthscale), log_deviation
+        self.prior_loc = -math.log(lengthscale)
+        self.log_deviation, self.level_deviation = log_deviation, level_deviation
         self.log_inverse_lengthscale = nn.Parameter(torch.full((D,), self.prior_loc))
         self.bend_in = self.bend_out = None
         if hidden_size > 0:
@@ -90,8 +95,9 @@ class Projections(nn.Module):
 
     def log_prior(self) -> Tensor:
         """log density of the parameters, up to a constant: a around its start, g around zero."""
-        shift = (self.log_inverse_lengthscale - self.prior_loc) / self.log_deviation
-        total = -0.5 * shift.square().sum()
+        centre = torch.full_like(self.log_inverse_lengthscale, self.prior_loc)
+        deviations = (self.log_deviation, self.level_deviation)
+        total = -0.5 * _distance(self.log_inverse_lengthscale, centre, *deviations)
         for layer, scale in ((self.bend_in, 1.0), (self.bend_out, 0.1)):
             if layer is not None:
                 total = total - sum((p / scale).square().sum() for p in layer.parameters()) / 2
@@ -106,6 +112,7 @@ def build_surrogate(
     hidden_size: int = 0,
     lengthscale: float = 0.5,
     log_deviation: float = 1.0,
+    level_deviation: float = 0.0,
     kernel: Kernel | None = None,
     noise_scale: float = 0.05,
     seed: int = 0,
@@ -120,14 +127,22 @@ def build_surrogate(
         num_directions: random directions, each a unit.
         hidden_size: the width of the network that bends the cube; 0 leaves it out.
         lengthscale: of the columns in the prior; the cube has width 1.
-        log_deviation: standard deviation of its logarithm in the prior.
+        log_deviation: standard deviation of its logarithm in the prior, around the level if there
+            is one.
+        level_deviation: standard deviation of a level that all columns share; 0 for none.
         kernel: of the units, in whose lengthscale the grid is measured; by default `RBFKernel()`,
             for functions as smooth as those that one optimises by gradients of a surrogate.
         noise_scale: the standard deviation of the noise before it is learned.
         seed: of the directions.
     """
     features = Projections(
-        num_inputs, num_directions, hidden_size, lengthscale, log_deviation, seed
+        num_inputs,
+        num_directions,
+        hidden_size,
+        lengthscale,
+        log_deviation,
+        level_deviation,
+        seed,
     )
     D, P = num_inputs, features.num_units
     kernel = RBFKernel() if kernel is None else kernel
@@ -216,10 +231,10 @@ def maximize_evidence(
 def _distance(
     log_scale: Tensor, centre: Tensor, deviation: float, level_deviation: float
 ) -> Tensor:
-    """-2 log density of the log unit scales, up to a constant.
+    """-2 log density of logarithms of scales, up to a constant.
 
-    Those of the n units of a group have covariance s^2 I + t^2 1 1^T around their centre, so that
-    r = log_scale - centre enters as sum (r - mean r)^2 / s^2 + n (mean r)^2 / (s^2 + n t^2).
+    The n of a group, which have the same centre, have covariance s^2 I + t^2 1 1^T around it, so
+    that r = log_scale - centre enters as sum (r - mean r)^2 / s^2 + n (mean r)^2 / (s^2 + n t^2).
     """
     groups, index, sizes = centre.unique(return_inverse=True, return_counts=True)
     r, n = log_scale - centre, sizes.to(centre.dtype)

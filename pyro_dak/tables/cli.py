@@ -469,7 +469,7 @@ def _facts(estimator: Any, target: Target, extra: dict[str, Any]) -> dict[str, A
     }
     score = None if best is None else rows[best - 1]["val_score"]
     if target.task == "classification":
-        facts |= {"held-out Brier score": score, "calibration": estimator.calibration_}
+        facts |= {"held-out NLL, penalised": score, "calibration": estimator.calibration_}
     else:
         if score is not None:  # it lacks a constant, and is that of standardised targets
             score += 0.5 * math.log(2 * math.pi) + math.log(float(estimator.y_scale_[0]))

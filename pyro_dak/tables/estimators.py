@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,9 @@ __all__ = ["DAKClassifier", "DAKRegressor", "validated_labels"]
 
 # The number of draws of f in class probabilities. Every row and every call has the same draws.
 _NUM_DRAWS = 32
+# The factors of the variance of f that a classifier chooses from, and the temperatures.
+_FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0)
+_TEMPERATURES = torch.logspace(-1, 1, 13).tolist()
 
 
 @dataclass(eq=False, repr=False)
@@ -240,14 +244,16 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
     """Classification with calibrated probabilities.
 
     The arguments mean what they mean in `DAKRegressor`. Probabilities are averaged over draws of
-    the functions and over the members. Their temperature is chosen on held-out rows.
+    the functions and over the members. When to stop, the temperature, and how far the draws scatter
+    are chosen by how probable the labels of held-out rows become.
 
     Attributes:
         classes_: the sorted labels: numbers, strings or anything else that can be sorted.
         calibration_: the temperature of the probabilities, found on held-out rows.
+        variance_factor_: the factor of the variance of the functions, also found there; at most 1.
     """
 
-    _uncalibrated: ClassVar = {"calibration_": 1.0}
+    _uncalibrated: ClassVar = {"calibration_": 1.0, "variance_factor_": 1.0}
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Any:
         """Make one pass over more rows, after `fit` or without it.
@@ -276,31 +282,32 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return likelihoods.CategoricalLikelihood(), len(self.classes_)
 
     def _scores(self, held_out: Rows, ensemble: Ensemble) -> Tensor:
-        """Brier score of each row."""
-        probs = _log_probs(ensemble.moments(held_out.x), 1.0)[0].exp()
-        one_hot = torch.nn.functional.one_hot(held_out.y, probs.shape[-1])
-        return (probs - one_hot).square().sum(-1)
+        """-log probability of each row's label, calibrated for the rows."""
+        return _suited(ensemble.moments(held_out.x), held_out)[0]
 
     def _calibrate(self, held_out: Rows, ensemble: Ensemble, overlap: int, is_refit: bool) -> None:
-        """The temperature under which the mixture makes labels of held-out rows most probable.
+        """Choose how far draws of f scatter, and the temperature of the mixture's probabilities.
 
-        T_1 is that of single members on the rows that they have not seen. A mixture is less certain
-        than its members, so that it needs a lower temperature. On rows that two members have not
-        seen, log r is by how much log T of the average of the two is lower than that of each alone.
-        The variance of the mean of E members is linear in 1/E, and so is log T_E taken to be:
+        The factor of the variance of f is that of `_suited`. T_1 is the temperature under which
+        single members make the labels most probable of the rows that they have not seen. A mixture
+        is less certain than its members, so that it needs a lower temperature. On rows that two
+        members have not seen, log r is by how much log T of the average of the two is lower than
+        that of each alone. The variance of the mean of E members is linear in 1/E, and so is
+        log T_E taken to be:
 
             log T_E = log T_1 + 2 (1 - 1/E) log r, at most log T_1.
 
         A few rows that are all predicted rightly would ask for certainty. So log T has a standard
-        normal prior, and one more row is counted in (see `_loss_of_labels`).
+        normal prior, and one more row is counted in (see `_label_scores`).
         """
         moments, y, w = ensemble.moments(held_out.x), held_out.y, held_out.weights
+        factor = _suited(moments, held_out)[1]
         last, first = (slice(None, -1), slice(-overlap, None)), (slice(1, None), slice(overlap))
         temperatures = torch.logspace(-1, 1, 41).tolist()
         num_rows = y.numel() - overlap * (len(y) - 1)  # those of two members count once
         losses = []  # of single members, on all of their rows and on shared ones, and of pairs
         for temperature in temperatures:
-            log_probs, _ = _log_probs(moments, temperature)  # (E, n, K)
+            log_probs, _ = _log_probs(moments, temperature, factor)  # (E, n, K)
             row = [num_rows / y.numel() * _loss_of_labels(log_probs, y, w)]
             if overlap > 0 and self.ensemble_size > 1:
                 two = [log_probs[last], log_probs[first]]
@@ -309,7 +316,7 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
                 row.append(_loss_of_labels(mixed, y[first], w[first]))
             losses.append([loss + 0.5 * math.log(temperature) ** 2 for loss in row])
         found = [temperatures[index] for index in np.argmin(losses, 0)]
-        self.calibration_ = found[0]
+        self.calibration_, self.variance_factor_ = found[0], factor
         if len(found) > 1:
             power = 2 - 2 / self.ensemble_size
             self.calibration_ *= min(1.0, found[2] / found[1]) ** power
@@ -326,14 +333,18 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         parts, all_leverages = [], []
         for _, moments, leverages in self._moments(X, novelty):
             all_leverages += leverages
-            log_probs, entropies = _log_probs(moments, self.calibration_)  # (E, N, K), (E, N)
+            log_probs, entropies = self._member_log_probs(moments)  # (E, N, K), (E, N)
             parts.append([p.cpu().numpy() for p in (log_probs.exp().mean(0), entropies.mean(0))])
         probs, expected_entropy = map(np.concatenate, zip(*parts, strict=True))
         mixture = ClassMixture(probs / probs.sum(-1, keepdims=True), expected_entropy)
         return mixture, all_leverages
 
+    def _member_log_probs(self, moments: FunctionMoments) -> tuple[Tensor, Tensor]:
+        """Calibrated log probabilities of the members, `(E, N, K)`, and entropies `(E, N)`."""
+        return _log_probs(moments, self.calibration_, self.variance_factor_)
+
     def _entropies(self, moments: FunctionMoments) -> tuple[Tensor, Tensor]:
-        probs = _log_probs(moments, self.calibration_)[0].exp()  # (E, N, K)
+        probs = self._member_log_probs(moments)[0].exp()  # (E, N, K)
         mixture = torch.special.entr(probs.mean(0)).sum(-1)
         return torch.special.entr(probs).sum(-1), mixture
 
@@ -350,20 +361,54 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return self.classes_[probs.argmax(-1)]
 
 
-def _loss_of_labels(log_probs: Tensor, labels: Tensor, weights: Tensor) -> float:
-    """-log probability of the labels `(E, n)`, in nats, as if all rows counted the same.
+def _label_scores(log_probs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """-log probability of each of the labels `(E, n)`, in nats.
 
-    One more row is counted in, which has every class with the same probability.
+    One more row, which has every class with the same probability, is counted in, and divided among
+    the others as if these all counted the same.
     """
     at_label = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    shares = weights / weights.sum()
-    return -float((shares * (effective_number(weights) * at_label + log_probs.mean(-1))).sum())
+    return -(at_label + log_probs.mean(-1) / effective_number(weights))
 
 
-def _log_probs(moments: FunctionMoments, temperature: float) -> tuple[Tensor, Tensor]:
+def _loss_of_labels(log_probs: Tensor, labels: Tensor, weights: Tensor) -> float:
+    """The sum of `_label_scores` over the labels, as if all rows counted the same."""
+    shares = effective_number(weights) * weights / weights.sum()
+    return float((shares * _label_scores(log_probs, labels, weights)).sum())
+
+
+def _suited(moments: FunctionMoments, held_out: Rows) -> tuple[Tensor, float]:
+    """Scores of held-out rows, `(E, n)`, and the factor of the variance of f that suits them best.
+
+    A guide with independent weights may give f a variance that no other temperature mends: some
+    rows are certain, and their draws scatter all the same. So the variance has a factor of its own,
+    at most 1. Factor and temperature T are those under which single members make the labels most
+    probable, with a standard normal prior of log T, which the scores contain. Probabilities are
+    those of the probit approximation here, which needs no draws.
+    """
+    found = []
+    number = effective_number(held_out.weights)
+    shares = held_out.weights / held_out.weights.sum()
+    for factor, temperature in product(_FACTORS, _TEMPERATURES):
+        scaled = _scaled(moments, temperature, factor)
+        log_probs, _ = likelihoods.CategoricalLikelihood().class_probabilities(scaled, None)
+        scores = _label_scores(log_probs, held_out.y, held_out.weights)
+        scores = scores + 0.5 * math.log(temperature) ** 2 / number
+        found.append((float((shares * scores).sum()), scores, factor))
+    return min(found, key=lambda one: one[0])[1:]
+
+
+def _scaled(moments: FunctionMoments, temperature: float, factor: float) -> FunctionMoments:
+    """The moments of f / temperature, where the variance of f has this factor."""
+    return FunctionMoments(moments.mean / temperature, factor * moments.var / temperature**2)
+
+
+def _log_probs(
+    moments: FunctionMoments, temperature: float, factor: float
+) -> tuple[Tensor, Tensor]:
     """For each member: log of the mean of softmax(f / temperature) over draws, and mean entropy."""
     generator = torch.Generator(moments.mean.device).manual_seed(0)
-    draws = sample_marginals(moments, _NUM_DRAWS, generator) / temperature
+    draws = sample_marginals(_scaled(moments, temperature, factor), _NUM_DRAWS, generator)
     return likelihoods.CategoricalLikelihood().class_probabilities(moments, draws)
 
 

@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from datetime import date, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from pyro_dak.tables.files import TableError
 from pyro_dak.tables.portable import raw_names
 from pyro_dak.tables.predictive import Array, ClassMixture, StudentPrediction
 from pyro_dak.tables.saving import labels_from_json
-from pyro_dak.tables.schema import MISSING, Columns, places_of_texts, raw_columns, text_of
+from pyro_dak.tables.schema import (
+    MISSING,
+    Columns,
+    days_of_dates,
+    places_of_texts,
+    raw_columns,
+    text_of,
+)
 from pyro_dak.training.checkpoint import MAX_BYTES, blaming
 from pyro_dak.training.exported import ExportedFunction, read_exported
 
@@ -73,7 +80,10 @@ class ExportedTable:
 
     def _inputs(self, raw: Array) -> dict[str, Array]:
         if not self.allows_missing:
-            return {NUMBERS: raw.astype(self._function.inputs[NUMBERS][1])}
+            dtype = np.dtype(self._function.inputs[NUMBERS][1])
+            if (np.abs(raw) > np.finfo(dtype).max).any():
+                raise TableError(f"has values that are too large for {dtype}.")
+            return {NUMBERS: raw.astype(dtype)}
         return split_inputs(raw, self.columns_)
 
     def _run(self, raw: Array) -> dict[str, Array]:
@@ -93,14 +103,19 @@ class ExportedTable:
             TableError: naming the record, counted from 0, and what is wrong with it.
         """
         raw = np.empty((len(records), len(self._names)))
+        dates = {name: list[Any]() for name in self.columns_.dates}
         for number, record in enumerate(records):
-            try:
-                raw[number] = self._raw_of_record(record, allow_unknown)
-            except TableError as error:
-                raise TableError(f"row {number}: {error}") from None
+            with _naming_row(number):
+                row = self._by_column(record)
+                raw[number] = [self._raw_value(n, row[n], allow_unknown) for n in self._names]
+            for name, values in dates.items():
+                values.append(row[name])
+        for name, values in dates.items():
+            raw[:, self._names.index(name)] = _days(name, values)
         return raw
 
-    def _raw_of_record(self, record: Any, allow_unknown: bool) -> list[float]:
+    def _by_column(self, record: Any) -> dict[str, Any]:
+        """A record as a dictionary with all columns, and no others."""
         names = self.columns_.names
         if isinstance(record, list):
             if len(record) != len(names):
@@ -112,19 +127,18 @@ class ExportedTable:
             lacking = [name for name in names if name not in record][:8]
             unknown = [name for name in record if name not in names][:8]
             raise TableError(f"lacks the columns {lacking} and has the unknown ones {unknown}")
-        return [self._raw_value(name, record[name], allow_unknown) for name in self._names]
+        return record
 
     def _raw_value(self, name: str, value: Any, allow_unknown: bool) -> float:
+        """What stands in a raw row for a value; NaN for dates, which are read column by column."""
         if value is None and not self.allows_missing:
             raise TableError(f"`{name}` is missing, and this model takes no missing values")
         if name in self._known:
             return self._place(name, value, allow_unknown)
-        if value is None:
+        if value is None or name in self.columns_.dates:
             return math.nan
-        if name in self.columns_.dates:
-            return _day(name, value)
         if not isinstance(value, int | float):
-            raise TableError(f"`{name}` must be a number; got {value!r:.40}")
+            raise TableError(f"`{name}` must be a number; got {_shown(value)}")
         try:
             number = float(value)
         except OverflowError:
@@ -135,19 +149,24 @@ class ExportedTable:
 
     def _place(self, name: str, value: Any, allow_unknown: bool) -> float:
         if value is not None and not isinstance(value, str | int | float):
-            raise TableError(f"`{name}` must be a text or a number; got {value!r:.40}")
+            raise TableError(f"`{name}` must be a text or a number; got {_shown(value)}")
         text, known = MISSING if value is None else text_of(value), self._known[name]
         place = known.get(text)
         if place is None:
             place = int(places_of_texts(pd.Series([text], dtype=object), [*known])[0])
         if place < 0 and not allow_unknown:
-            raise TableError(f"`{name}` has no category {value!r:.40}; it has {[*known][:8]}")
+            raise TableError(f"`{name}` has no category {_shown(value)}; it has {[*known][:8]}")
         return float(place)
 
     def predict_raw(self, raw: Array) -> StudentPrediction | ClassMixture:
         """The predictions of raw rows, in the units of the target."""
         found = self._run(raw)
-        if not all(np.isfinite(found[name]).all() for name in ("mean", "probs") if name in found):
+        finite = [found[name] for name in ("mean", "epistemic", "probs") if name in found]
+        # The variance of noise may be infinite, that of Student's t.
+        known = [found[name] for name in ("aleatoric", "scale") if name in found]
+        if not all(np.isfinite(part).all() for part in finite) or any(
+            np.isnan(part).any() for part in known
+        ):
             raise TableError("has values that are too large to compute with.")
         novelty = None
         if "novelty" in found:
@@ -184,18 +203,33 @@ def _plain_columns(function: ExportedFunction) -> Columns:
     return Columns([*names], dict.fromkeys(names, 0.0))
 
 
-def _day(name: str, value: Any) -> float:
-    """Days since 1970 of a date, a number of days or a text as in ISO 8601."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+@contextmanager
+def _naming_row(number: int) -> Iterator[None]:
+    """Say in which record something is wrong."""
     try:
-        if not isinstance(value, str | date | datetime):
-            raise ValueError
-        time = pd.Timestamp(value)
-        time = time.tz_localize("UTC") if time.tzinfo is None else time.tz_convert("UTC")
-        return float((time - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1))
-    except (ValueError, OverflowError):
-        raise TableError(f"`{name}` must be a date, as 2026-01-31; got {value!r:.40}") from None
+        yield
+    except TableError as error:
+        raise TableError(f"row {number}: {error}") from None
+
+
+def _days(name: str, values: list[Any]) -> Array:
+    """Days since 1970 of texts as in ISO 8601, read as in a table; NaN for None."""
+    is_text = [value is None or isinstance(value, str) for value in values]
+    column = pd.Series(values if all(is_text) else [None] * len(values), dtype=object)
+    days, is_wrong = days_of_dates(column)
+    is_date = np.array(is_text) & ~is_wrong.to_numpy()
+    if not is_date.all():
+        number = int(is_date.argmin())
+        raise TableError(
+            f"row {number}: `{name}` must be a date, as 2026-01-31; got {_shown(values[number])}"
+        )
+    return days
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a text or a number; what holds others may be nested too deeply to show."""
+    is_plain = value is None or isinstance(value, str | int | float)
+    return f"{value!r:.40}" if is_plain else f"a {type(value).__name__}"
 
 
 def prediction_columns(

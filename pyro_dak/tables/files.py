@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from pyro_dak.training.files import check_place, write_whole
-from pyro_dak.training.parquet import row_groups
+from pyro_dak.training.parquet import check_alike, row_groups
 
 __all__ = [
     "STANDARD",
@@ -186,13 +186,17 @@ def _read_folder(path: Path) -> pd.DataFrame:
     """All rows of a folder of Parquet files; the values in names such as year=2020 are columns."""
     try:
         groups, schema = row_groups(path)
-        tables = [group.fragment.to_table(schema=schema) for group in groups]
-        return pd.concat([as_pandas(table) for table in tables], ignore_index=True)
     except (ImportError, ValueError) as error:
         raise TableError(
             f"{path}: is a directory, and it can be read only if it holds Parquet files: "
             f"{_first_line(error)}"
         ) from error
+    try:
+        check_alike(groups, schema)
+        tables = [group.fragment.to_table(schema=schema) for group in groups]
+    except ValueError as error:
+        raise TableError(_first_line(error)) from error
+    return pd.concat([as_pandas(table) for table in tables], ignore_index=True)
 
 
 def as_pandas(table: Any) -> pd.DataFrame:

@@ -222,6 +222,7 @@ class PortableClassifier(PortableEnsemble):
     """A fitted `DAKClassifier`: probabilities `(N, K)`, entropy and expected entropy `(N,)`."""
 
     temperature: Tensor
+    variance_factor: Tensor
 
     def __init__(self, estimator: Any, num_draws: int, novelty: bool = True):
         super().__init__(estimator, novelty)
@@ -230,6 +231,7 @@ class PortableClassifier(PortableEnsemble):
             "mc", num_draws, len(estimator.classes_), 0, generator, torch.float64
         )
         self.register_buffer("temperature", _double(estimator.calibration_))
+        self.register_buffer("variance_factor", _double(estimator.variance_factor_))
 
     @property
     def outputs(self) -> list[str]:
@@ -237,8 +239,8 @@ class PortableClassifier(PortableEnsemble):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         all_moments, leverage = self.moments(x)
-        T = self.temperature
-        scaled = [FunctionMoments(q.mean / T, q.var / T**2) for q in all_moments]
+        T, factor = self.temperature, self.variance_factor
+        scaled = [FunctionMoments(q.mean / T, factor * q.var / T**2) for q in all_moments]
         parts = zip(*(self.classes(q) for q in scaled), strict=True)
         probs, expected = (torch.stack(part).mean(0) for part in parts)
         probs = probs / probs.sum(-1, keepdim=True)

@@ -39,8 +39,8 @@ __all__ = [
 # The attributes of a fitted estimator that are arrays, and those that are plain values.
 _ARRAYS = ("x_mean_", "x_scale_", "y_mean_", "y_scale_")
 _VALUES = (
-    "calibration_ tail_df_ mixture_factor_ member_factors_ is_multi_output_ n_features_in_ "
-    "num_rows_seen_ kept_apart_"
+    "calibration_ variance_factor_ tail_df_ mixture_factor_ member_factors_ is_multi_output_ "
+    "n_features_in_ num_rows_seen_ kept_apart_"
 )
 
 
@@ -102,6 +102,8 @@ def read_estimator(
         if "tail_df_" in state:
             state.setdefault("mixture_factor_", 1.0)  # older files do not have them
             state.setdefault("member_factors_", None)
+        if is_classifier(estimator):
+            state.setdefault("variance_factor_", 1.0)
         state |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
         for name, key in (("feature_names_in_", "feature_names"), ("classes_", "classes")):
             if content[key] is not None:
@@ -215,7 +217,8 @@ def _check_state(state: dict[str, Any], has_classes: bool) -> None:
         check_integer("kept_apart_", seed, minimum=0, maximum=2**32)
     if state["n_features_in_"] != num_columns:
         raise ValueError(f"`n_features_in_` is {state['n_features_in_']}, expected {num_columns}.")
-    names = ["calibration_"] if has_classes else ["calibration_", "tail_df_", "mixture_factor_"]
+    of_numbers = ("calibration_", "tail_df_", "mixture_factor_")
+    names = ("calibration_", "variance_factor_") if has_classes else of_numbers
     factors = state.get("member_factors_")
     if factors is not None and len(factors) != len(ensemble):
         raise ValueError(f"`member_factors_` has {len(factors)} entries, expected {len(ensemble)}.")

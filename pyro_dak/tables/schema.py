@@ -28,6 +28,7 @@ __all__ = [
     "as_frame",
     "check_columns",
     "check_table",
+    "days_of_dates",
     "encode",
     "learn_columns",
     "learn_target",
@@ -359,15 +360,24 @@ def _is_date(column: pd.Series) -> bool:
 
 def _days(column: pd.Series, name: str) -> Array:
     """Dates as days since 1970, in float64, NaN where they are missing."""
+    days, is_wrong = days_of_dates(column)
+    if is_wrong.any():
+        raise TableError(f"column `{name}` must hold dates; got {_cell(column, is_wrong)}.")
+    return days
+
+
+def days_of_dates(column: pd.Series) -> tuple[Array, pd.Series]:
+    """Dates as days since 1970, in float64, NaN where they are missing, and which are no dates."""
     is_text = pd.api.types.infer_dtype(column, skipna=True) == "string"
     options: dict[str, Any] = {"format": "ISO8601"} if is_text else {}
     times = pd.to_datetime(column, utc=True, errors="coerce", **options)
     is_wrong = times.isna() & column.notna()
-    if is_wrong.any() or not (is_text or _is_date(column) or column.isna().all()):
-        is_wrong = is_wrong if is_wrong.any() else column.notna()
-        raise TableError(f"column `{name}` must hold dates; got {_cell(column, is_wrong)}.")
-    days = (times - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(days=1)
-    return days.to_numpy(dtype=np.float64, na_value=np.nan)
+    if not (is_wrong.any() or is_text or _is_date(column)):
+        is_wrong = column.notna()
+    # In the unit of the column: nanoseconds since 1970 end in 2262.
+    start = pd.Timestamp(0, tz="UTC").as_unit(times.dt.unit)
+    days = (times - start) / pd.Timedelta(days=1)
+    return days.to_numpy(dtype=np.float64, na_value=np.nan), is_wrong
 
 
 def _cycles(days: Array) -> list[str]:

@@ -32,7 +32,7 @@ from pyro_dak.tables.schema import (
     targets,
 )
 from pyro_dak.training.data import ParquetData
-from pyro_dak.training.parquet import ParquetRows, RowGroup, RowSample, row_groups
+from pyro_dak.training.parquet import ParquetRows, RowGroup, RowSample, check_alike, row_groups
 
 __all__ = ["LARGE_TABLE", "TableRows", "fit_files", "is_large"]
 
@@ -79,6 +79,12 @@ class TableRows(ParquetRows):
                     f"has no column beside the target `{self.targets[0]}`; there is nothing to "
                     "learn."
                 )
+
+    def _check_files(self, names: Sequence[str] | None) -> None:
+        try:
+            check_alike(self.groups, self._schema, names, self._drop)
+        except ValueError as error:
+            raise TableError(str(error)) from error
 
     @contextmanager
     def _naming(self, group: RowGroup | None = None) -> Iterator[None]:

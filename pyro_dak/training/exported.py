@@ -1,11 +1,13 @@
 """Exported ONNX files, read with checks and run by onnxruntime. Reading one runs no code from it.
 
-A program of torch is never read here: `torch.export.load` uses pickle.
+All numbers of such a file are in the file itself: a tensor whose data are elsewhere names a path,
+which would be read as part of the weights, and is refused. A program of torch is never read here:
+`torch.export.load` uses pickle.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +80,16 @@ def read_exported(
             f"{path}: is not an ONNX file that pyro_dak has exported, or it was damaged or changed "
             "since: it does not end in the checksum of its content."
         )
-    runtime = import_onnx("onnxruntime")
+    onnx, runtime = import_onnx("onnx"), import_onnx("onnxruntime")
     options = runtime.SessionOptions()
+    # Never onnxruntime's own format, in which nobody has looked for data that are elsewhere.
+    options.add_session_config_entry("session.load_model_format", "ONNX")
     options.log_severity_level = 4  # what is wrong is in the error
     if num_threads is not None:
         check_integer("num_threads", num_threads, minimum=1)
         options.intra_op_num_threads = num_threads
     with blaming(path):
+        _check_complete(onnx, body)
         session = runtime.InferenceSession(body, options, providers=["CPUExecutionProvider"])
         facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])
         if not isinstance(facts, dict):
@@ -94,3 +99,25 @@ def read_exported(
                 f"has format {facts['format']}, and this version reads {FORMAT_VERSION} only."
             )
         return ExportedFunction(session, facts)
+
+
+def _check_complete(onnx: Any, body: bytes) -> None:
+    """Raise unless all tensors of an ONNX model hold their numbers themselves."""
+    for tensor in _messages(onnx.load_model_from_string(body), onnx.TensorProto):
+        if tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data:
+            where = {entry.key: entry.value for entry in tensor.external_data}.get("location")
+            raise ValueError(
+                f"the data of its tensor {tensor.name!r:.60} are in another file, {where!r:.60}; "
+                "only files that hold all of their numbers are read."
+            )
+
+
+def _messages(message: Any, kind: type) -> Iterator[Any]:
+    """All parts of a kind in a message of protocol buffers, wherever they stand."""
+    if isinstance(message, kind):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in (value,) if hasattr(value, "ListFields") else value:
+                yield from _messages(part, kind)

@@ -18,7 +18,7 @@ of a seed. So each row is held out with the same probability, wherever it stands
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,7 +41,15 @@ from pyro_dak.validation import (
     check_probability,
 )
 
-__all__ = ["ParquetRows", "RowGroup", "RowSample", "Scales", "mixed_bits", "row_groups"]
+__all__ = [
+    "ParquetRows",
+    "RowGroup",
+    "RowSample",
+    "Scales",
+    "check_alike",
+    "mixed_bits",
+    "row_groups",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -132,9 +140,10 @@ class ParquetRows:
         fit(model, guide, rows, validation=0.1)
         prediction = predict(model, guide, rows.inputs(frame))  # of standardised targets
 
-    Columns hold numbers without gaps. They are standardised, and so are targets, unless these are
-    class labels. The number of rows comes from the metadata, and the scales from one pass over the
-    files. A row group is read as a whole, so that memory is that of the buffer and of one group.
+    Columns hold numbers without gaps, of the same types in all files. They are standardised, and so
+    are targets, unless these are class labels. The number of rows comes from the metadata, and the
+    scales from one pass over the files. A row group is read as a whole, so that memory is that of
+    the buffer and of one group.
 
     Args:
         path: a folder, whose files are read in the order of their names, with those of folders in
@@ -183,6 +192,7 @@ class ParquetRows:
         rest = [name for name in schema.names if name not in self.targets]
         self.columns = rest if columns is None else [*columns]
         self._check_columns()
+        self._check_files(None if columns is None else [*self.columns, *self.targets])
         is_whole = all(_is_integer(schema.field(name).type) for name in self.targets)
         self.has_labels = is_whole if labels is None else labels
         if self.has_labels and len(self.targets) > 1:
@@ -224,6 +234,10 @@ class ParquetRows:
                 f"{self.targets} and {self.columns}."
             )
         self._check_types()
+
+    def _check_files(self, names: Sequence[str] | None) -> None:
+        """Raise unless these columns, by default all, are the same in all files."""
+        check_alike(self.groups, self._schema, names)
 
     def _check_types(self) -> None:
         for name in [*self.targets, *self.columns]:
@@ -506,7 +520,7 @@ def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
     paths = [*path] if isinstance(path, list | tuple) else path
     for one in paths if isinstance(paths, list) else [paths]:
         check_path("path", one)
-    source = [str(one) for one in paths] if isinstance(paths, list) else str(paths)
+    source = sorted(map(str, paths)) if isinstance(paths, list) else str(paths)
     if not source or not all(source):
         raise ValueError(f"`path` must name a folder or files; got {path!r}.")
     try:
@@ -526,6 +540,58 @@ def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
     if not groups:
         raise ValueError(f"`path` must hold Parquet files with rows; there are none in {path}.")
     return groups, found.schema
+
+
+def check_alike(
+    groups: Sequence[RowGroup],
+    schema: Any,
+    names: Sequence[str] | None = None,
+    left_out: Collection[str] = (),
+) -> None:
+    """Raise unless all files have the columns of the first, with the same types.
+
+    What the rows of a file lack would be missing values, and a column that only later files have
+    would be lost, without a word.
+
+    Args:
+        groups: the row groups of the files.
+        schema: the columns of the first file.
+        names: those that count; by default all, and then no file may have others.
+        left_out: of all, those that do not count.
+    """
+    from pyarrow import dataset, types
+
+    wanted = schema.names if names is None else names
+    wanted = [name for name in wanted if name not in left_out]
+    for path, fragment in {group.path: group.fragment for group in groups}.items():
+        own, of_folder = fragment.physical_schema, {}
+        if fragment.partition_expression is not None:  # names of folders, such as year=2020
+            of_folder = dataset.get_partition_keys(fragment.partition_expression)
+        for name in wanted:
+            if name in of_folder:
+                continue
+            if name not in own.names:
+                reason = f"lacks the column `{name}`, which the files before it have"
+                raise _differing(path, reason)
+            kind, first = own.field(name).type, schema.field(name).type
+            if not types.is_null(kind) and _stored(kind) != _stored(first):
+                reason = f"column `{name}` holds {kind}, and {first} in the files before it"
+                raise _differing(path, reason)
+        known = {*schema.names, *left_out, *(own.names if names is not None else ())}
+        if more := [name for name in own.names if name not in known]:
+            raise _differing(path, f"has the column `{more[0]}`, which the files before it lack")
+
+
+def _differing(path: str, reason: str) -> ValueError:
+    return ValueError(f"{path}: {reason}. Write all files with the same columns and types.")
+
+
+def _stored(kind: Any) -> Any:
+    """The type of the values of a column, however they are stored."""
+    import pyarrow
+
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return pyarrow.string() if pyarrow.types.is_large_string(kind) else kind
 
 
 def _is_integer(kind: Any) -> bool:

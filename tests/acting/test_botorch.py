@@ -177,8 +177,10 @@ def test_transforms_change_units_and_nothing_else(num_outputs):
     x, y = data(10, num_outputs)
     bounds = torch.tensor([[-3.0, 0.0], [5.0, 10.0]])
     wide = bounds[0] + (bounds[1] - bounds[0]) * x
-    plain = DAKModel(x, (y - y.mean(0)) / y.std(0), num_directions=3, outcome_transform=None)
-    scaled = DAKModel(wide, y, num_directions=3, input_transform=Normalize(2, bounds=bounds))
+    # Few steps: many would carry rounding in the inputs into the parameters.
+    options = {"num_directions": 3, "max_steps": 10}
+    plain = DAKModel(x, (y - y.mean(0)) / y.std(0), outcome_transform=None, **options)
+    scaled = DAKModel(wide, y, input_transform=Normalize(2, bounds=bounds), **options)
     test, new = torch.rand(3, 2), torch.randn(3, num_outputs)
     wide_test = bounds[0] + (bounds[1] - bounds[0]) * test
     for noise in (False, True):
@@ -348,3 +350,30 @@ def test_the_surrogate_moves_to_another_precision():
     single = DAKModel.of(first.dak, exact_posterior(first.dak, *data()))
     single.float()
     assert single.posterior(torch.rand(2, 2, dtype=torch.float32)).mean.dtype == torch.float32
+
+
+def test_the_state_has_the_posterior_in_it(tmp_path):
+    x, y = data()
+    source = surrogate().condition_on_observations(x[:3] / 2, y[:3])
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    other = DAKModel(x + 0.001, -y, num_directions=3, max_steps=0)
+    other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    X = torch.rand(4, 2)
+    expected, found = source.posterior(X), other.posterior(X)
+    assert_close(found.mean, expected.mean)
+    assert_close(found.distribution.covariance_matrix, expected.distribution.covariance_matrix)
+    assert other.log_evidence == source.log_evidence
+    before = source.weights.loc.clone()
+    other.weights.loc.add_(1.0)  # a copy, so that the source stays as it is
+    assert_close(source.weights.loc, before)
+
+
+def test_the_state_of_another_kind_of_model_is_refused():
+    model, said = surrogate(), r"\(outputs, weights\) \(1, 76\); got means of shape"
+    for other in (surrogate(2), DAKModel(*data(), num_directions=4, max_steps=0)):
+        with pytest.raises(ValueError, match=said):
+            model.load_state_dict(other.state_dict())
+    state = model.state_dict()
+    del state["_extra_state"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*_extra_state"):
+        model.load_state_dict(state)

@@ -86,6 +86,20 @@ def test_unit_scales_of_a_group_share_a_level_in_the_prior(level_deviation):
     assert_close(values[0] - values[1], expected, rtol=1e-10, atol=1e-8)
 
 
+def test_lengthscales_share_a_level_in_the_prior():
+    features = Projections(3, 2, lengthscale=0.4, log_deviation=0.3, level_deviation=0.7).double()
+    covariance = 0.09 * torch.eye(3) + 0.49 * torch.ones(3, 3)
+    mean = torch.full((3,), -math.log(0.4))
+    normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double())
+    values = torch.randn(4, 3).double()
+    found = []
+    for value in values:
+        features.log_inverse_lengthscale.data = value
+        found.append(features.log_prior())
+    expected = normal.log_prob(values)
+    assert_close(torch.stack(found).diff(), expected.diff())
+
+
 def test_irrelevant_columns_get_long_lengthscales():
     x = torch.rand(40, 3)
     y = torch.sin(6 * x[:, :1])

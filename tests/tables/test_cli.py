@@ -144,7 +144,7 @@ def test_quiet_says_nothing(files, tmp_path):
 def test_held_out_score_is_that_of_the_history(files):
     classes = DAKClassifier.load(files / "classes").history_
     about = json.loads(succeed("info", files / "classes", "--json").stdout)
-    assert about["held-out Brier score"] == classes.rows[classes.best_epoch - 1]["val_score"]
+    assert about["held-out NLL, penalised"] == classes.rows[classes.best_epoch - 1]["val_score"]
     model = DAKRegressor.load(files / "model")
     score = model.history_.rows[model.history_.best_epoch - 1]["val_score"]
     about = json.loads(succeed("info", files / "model", "--json").stdout)

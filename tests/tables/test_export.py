@@ -4,6 +4,7 @@ import io
 import json
 
 import numpy as np
+import onnx
 import pandas as pd
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pyro_dak.tables.exported import read_table_model
 from pyro_dak.tables.exporting import raw_rows
 from pyro_dak.tables.files import TableError
 from pyro_dak.tables.schema import Target, raw_columns
+from pyro_dak.training.export import sealed
 from tests import scenarios
 
 pytestmark = pytest.mark.filterwarnings("ignore:column `colour` has values")
@@ -76,7 +78,10 @@ def fitted(name):
     own = kinds[name]
     if name == "additive classifier of two":
         return own.fit(X, y > 20)
-    return own.fit(X, classes(y) if "classifier" in name else y)
+    own.fit(X, classes(y) if "classifier" in name else y)
+    if name == "classifier":
+        own.variance_factor_ = 0.3
+    return own
 
 
 NAMES = (
@@ -222,6 +227,24 @@ def test_the_command_line_refuses_what_it_did_not_write(exported, tmp_path):
         assert "is not an ONNX file that pyro_dak has exported" in result.stderr
 
 
+def test_the_command_line_reads_no_other_file_for_a_model(exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = onnx.load(exported["regressor"].path)
+    weights = max(model.graph.initializer, key=lambda own: len(own.raw_data))
+    (tmp_path / "secret.bin").write_bytes(weights.raw_data)
+    weights.ClearField("raw_data")
+    weights.data_location = onnx.TensorProto.EXTERNAL
+    weights.external_data.add(key="location", value="secret.bin")
+    path = tmp_path / "outside.onnx"
+    path.write_bytes(sealed(model.SerializeToString()))
+    table(5)[0].to_csv(tmp_path / "new.csv", index=False)
+    result = run("predict", path, tmp_path / "new.csv")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "are in another file, 'secret.bin'; only files that hold all" in result.stderr
+
+
 def test_a_model_that_is_no_estimator_predicts_tables_of_numbers(tmp_path):
     torch.set_default_dtype(torch.float32)
     case = scenarios.gaussian_regression(num_outputs=1)
@@ -238,6 +261,10 @@ def test_a_model_that_is_no_estimator_predicts_tables_of_numbers(tmp_path):
     wanted = predict(case.model, case.guide, case.x)
     np.testing.assert_allclose(found["mean"], wanted.mean[:, 0], rtol=1e-4, atol=1e-5)
     assert list(found) == ["mean", "std", "lower", "upper"]
+    model = read_table_model(tmp_path / "b.onnx")
+    for value in (1e39, -1e300):
+        with pytest.raises(TableError, match="too large for float32"):
+            model.predict_raw(model.raw_of_records([[value, 0]]))
     lacking = run("predict", tmp_path / "a.onnx", tmp_path / "new.csv")
     assert lacking.exit_code == 1
     assert "lacks 2 columns" in lacking.stderr

@@ -17,6 +17,7 @@ from pyro_dak.tables.schema import (
     learn_columns,
     learn_target,
     numbers_of_classes,
+    raw_columns,
     targets,
     typed,
 )
@@ -215,6 +216,14 @@ def test_dates_are_days_and_the_cycles_that_the_rows_span(kind):
         encode(pd.DataFrame({"when": ["soon"]}), columns)
     with pytest.raises(TableError, match="must hold dates; got '3' in row 1"):
         encode(pd.DataFrame({"when": [3]}), columns)
+
+
+@pytest.mark.skipif(pd.__version__ < "3", reason="pandas 2 counts nanoseconds, up to 2262")
+def test_dates_far_away_are_days():
+    columns = learn_columns(pd.DataFrame({"when": ["2020-01-01", "2020-01-02"]}))
+    far = pd.DataFrame({"when": ["0001-01-01", "9999-12-31"]})
+    found = raw_columns(far, columns)[0]
+    np.testing.assert_array_equal(found, [-719162, 2932896])  # days of datetime.date
 
 
 def test_dates_of_a_few_days_have_no_cycles():

@@ -153,6 +153,31 @@ def test_large_tables_that_cannot_be_used_give_one_clear_line(
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("largest", [10, 10**9])
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda f: f.drop(columns="area"), "lacks the column `area`, which the files before it have"),
+    (lambda f: f.assign(area="big"), "column `area` holds "),
+    (lambda f: f.assign(town=3), "column `town` holds int64, and "),
+    (lambda f: f.assign(sold=f["sold"].astype(str)), "column `sold` holds "),
+    (lambda f: f.assign(new=0.5), "column `new` holds double, and bool in the files before it"),
+    (lambda f: f.assign(roof=1), "has the column `roof`, which the files before it lack"),
+])  # fmt: skip
+def test_a_file_with_other_columns_gives_one_clear_line(
+    folder, tmp_path, monkeypatch, change, message, largest
+):
+    change(houses(50)).to_parquet(folder / "1b.parquet")
+    monkeypatch.setattr(streaming, "LARGE_TABLE", largest)
+    arguments = ("fit", folder, "--target", "price", "--out", tmp_path / "model")
+    error = run(*arguments, code=1).stderr
+    assert len(error.splitlines()) == 1
+    assert f"{folder / '1b.parquet'}: {message}" in error
+    assert "Write all files with the same columns and types." in error
+    assert "Learning" not in error
+    assert not (tmp_path / "model").exists()
+    if "area" in message:  # what is left out may differ
+        assert TableRows(folder, "price", drop=["area"]).num_rows == 1550
+
+
 def test_folders_are_tables_and_others_are_refused(folder, tmp_path):
     frame = read_table(folder)
     assert len(frame) == 1500

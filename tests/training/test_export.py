@@ -101,6 +101,31 @@ def test_a_torch_program_predicts_the_same_and_says_the_same(case, file, tmp_pat
     assert max(report.differences.values()) < 1e-5
 
 
+def values_of(path, format, x):
+    """The outputs of an exported file at rows that its export has not seen, by name."""
+    if format == "onnx":
+        return read_exported(path)({"x": x.numpy()})
+    kept = {"pyro_dak.json": ""}
+    program = torch.export.load(path, extra_files=kept)
+    names = json.loads(kept["pyro_dak.json"])["outputs"]
+    return {n: v.detach().numpy() for n, v in zip(names, program.module()(x), strict=True)}
+
+
+@pytest.mark.parametrize("format", ["onnx", "torch"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "heteroscedastic", "student_t", "categorical"])
+def test_both_formats_equal_predict(likelihood, format, tmp_path):
+    own = scenarios.make(likelihood, num_outputs=3, level=4)
+    report = export(own.model, own.guide, tmp_path / "model", format, x=own.x)
+    x = 2 * torch.randn(50, 2)
+    wanted = predict(own.model, own.guide, x)
+    found = values_of(report.path, format, x)
+    compared = {"probs", "entropy"} if likelihood == "categorical" else {"mean", "epistemic"}
+    assert compared <= found.keys()
+    for name, value in found.items():
+        if name != "noise_scale":
+            np.testing.assert_allclose(value, getattr(wanted, name), rtol=1e-5, atol=1e-8)
+
+
 def test_classes_and_inputs_with_names(tmp_path):
     class Network(nn.Module):
         def __init__(self):
@@ -207,6 +232,69 @@ def test_other_files_are_refused(tmp_path, file):
         read_exported(file.path, max_bytes=10)
     with pytest.raises(CheckpointError, match="No such file"):
         read_exported(tmp_path / "nothing.onnx")
+
+
+def outside(tensor):
+    """Let the data of a tensor be in another file, which is there."""
+    np.zeros(4096, np.float32).tofile("secret.bin")
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="secret.bin")
+
+
+def in_a_subgraph(model):
+    inner = onnx.GraphProto(name="inner")
+    inner.node.append(onnx.helper.make_node("Constant", [], ["c"]))
+    inner.node[0].attribute.append(in_an_attribute(onnx.NodeProto()))
+    node = model.graph.node.add(op_type="If")
+    node.attribute.append(onnx.helper.make_attribute("then_branch", inner))
+
+
+def in_an_attribute(node):
+    value = onnx.numpy_helper.from_array(np.zeros(3, np.float32), "value")
+    outside(value)
+    node.attribute.append(onnx.helper.make_attribute("value", value))
+    return node.attribute[-1]
+
+
+def in_a_function(model):
+    in_an_attribute(model.functions.add(name="f", domain="other").node.add(op_type="Constant"))
+
+
+PLACES = {
+    "weights": lambda model: outside(model.graph.initializer[0]),
+    "sparse weights": lambda model: outside(model.graph.sparse_initializer.add().values),
+    "attribute": lambda model: in_an_attribute(model.graph.node[0]),
+    "subgraph": in_a_subgraph,
+    "function": in_a_function,
+    "no location": lambda model: setattr(model.graph.initializer[0], "data_location", 1),
+    "location of data that are there": lambda model: model.graph.initializer[0].external_data.add(
+        key="location", value="secret.bin"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_whose_numbers_are_in_another_one_is_refused(file, tmp_path, monkeypatch, place):
+    """Whoever can write a file can seal it; it must not read what its reader may read."""
+    monkeypatch.chdir(tmp_path)
+    model = onnx.load(file.path)
+    PLACES[place](model)
+    path = tmp_path / "outside.onnx"
+    path.write_bytes(exporting.sealed(model.SerializeToString()))
+    with pytest.raises(CheckpointError, match=r"outside\.onnx: the data of its tensor '.*' are in"):
+        read_exported(path)
+
+
+def test_no_other_format_of_onnxruntime_is_read(file, tmp_path):
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "model.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    onnxruntime.InferenceSession(str(file.path), options, providers=["CPUExecutionProvider"])
+    other = tmp_path / "sealed.onnx"
+    other.write_bytes(exporting.sealed((tmp_path / "model.ort").read_bytes()))
+    with pytest.raises(CheckpointError, match=r"sealed\.onnx"):
+        read_exported(other)
 
 
 def test_a_sealed_file_is_an_ordinary_onnx_file(file):

@@ -14,6 +14,7 @@ from pyro_dak import CategoricalLikelihood, ClosedFormELBO, ParquetRows, fit, pr
 from pyro_dak.training.checkpoint import module_tensors
 from pyro_dak.training.data import ParquetData
 from pyro_dak.training.loop import DAKLoss, Run
+from pyro_dak.training.parquet import check_alike, row_groups
 from tests.training.runs import assert_same, make_model, train
 
 CPU = torch.device("cpu")
@@ -335,6 +336,49 @@ def bad_rows(folder, tmp_path):
             "between 0 and 1",
         ),
     }  # fmt: skip
+
+
+DIFFERENT = {
+    "lacks a column": (lambda c: c.pop("a"), "lacks the column `a`, which the files before it"),
+    "lacks the target": (lambda c: c.pop("y"), "lacks the column `y`"),
+    "text": (lambda c: c.update(a=["x"] * 30), r"column `a` holds string, and double in the files"),
+    "whole": (lambda c: c.update(b=np.arange(30)), "column `b` holds int64, and double"),
+    "width": (lambda c: c.update(number=np.arange(30, dtype=np.int32)), "holds int32, and int64"),
+    "labels": (lambda c: c.update(y=np.arange(30)), "column `y` holds int64, and double"),
+    "more": (lambda c: c.update(z=c["a"]), "has the column `z`, which the files before it lack"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_file_with_other_columns_is_refused_before_any_row_is_read(folder, monkeypatch, name):
+    columns, (change, match) = columns_of(30, 302), DIFFERENT[name]
+    change(columns)
+    write(folder / "3b.parquet", columns)
+    write(folder / "4.parquet", columns_of(30, 332))
+    monkeypatch.setattr(ParquetRows, "table", lambda *_: pytest.fail("a row was read"))
+    with pytest.raises(ValueError, match=rf"rows/3b\.parquet: .*{match}"):
+        ParquetRows(folder, "y")
+    with pytest.raises(ValueError, match=r"rows/3b\.parquet"):  # in whatever order they are listed
+        ParquetRows([folder / f"{n}.parquet" for n in ("4", "3b", "0")], "y")
+    others = [n for n in ("number", "a", "b") if f"`{n}`" not in match]
+    if "`y`" not in match and "int32" not in match:  # what is left out may differ
+        assert ParquetRows(folder, "y", others).num_rows == 362
+
+
+def test_files_may_store_the_same_values_otherwise(tmp_path):
+    columns = columns_of(20)
+    text = pyarrow.array(["x"] * 20)
+    write(tmp_path / "0.parquet", columns | {"t": text})
+    write(tmp_path / "1.parquet", dict(reversed([*columns.items()])) | {"t": pyarrow.nulls(20)})
+    write(tmp_path / "2.parquet", columns | {"t": text.dictionary_encode()})
+    write(tmp_path / "3.parquet", columns | {"t": text.cast(pyarrow.large_string())})
+    rows = ParquetRows(tmp_path, "y", ["number", "a", "b"])
+    x, _ = rows.read_all(torch.float64)
+    assert_close(x[:20], x[20:40])
+    groups, schema = row_groups(tmp_path)
+    check_alike(groups, schema)
+    read = [group.fragment.to_table(schema=schema)["t"].to_pylist() for group in groups]
+    assert read == [["x"] * 20, [None] * 20, ["x"] * 20, ["x"] * 20]
 
 
 def test_what_cannot_be_read_is_refused_in_so_many_words(folder, tmp_path, no_type_checker):
