@@ -20,7 +20,7 @@ from pyro_dak.additive.factor import (
 )
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
-from pyro_dak.fast import design, fused
+from pyro_dak.fast import bound, design, fused
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap, node_pattern
 from pyro_dak.fast.transforms import needs_plain_operations, outside_transforms
 from pyro_dak.validation import (
@@ -481,6 +481,22 @@ class KernelActivation(nn.Module):
         constants = self.local_constants(loc)
         maps = (constants.interval_map, constants.intervals)
         return fused.MeanFieldTerms.apply(h, loc, *others, None, *maps)
+
+    def gaussian_bound(
+        self, h: Tensor, y: Tensor, loc: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Expected log-likelihood of all rows with Gaussian noise, and the KL from N(0, 1).
+
+        The arguments are the tensors of `bound.GaussianBound`. The result is None where there is no
+        such operation, or where the dense route is faster.
+        """
+        if needs_plain_operations() or h.dim() > 2 or not self.kernel.is_fixed_number:
+            return None
+        if y.requires_grad or self.takes_dense_route(loc):
+            return None
+        constants = self.local_constants(loc)
+        maps = constants.interval_map, constants.intervals
+        return bound.GaussianBound.apply(h, y, loc, *others, *maps)
 
     def design_moments(
         self,

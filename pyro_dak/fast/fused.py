@@ -25,6 +25,7 @@ __all__ = [
     "LinearMap",
     "MeanFieldTerms",
     "MemberTerms",
+    "grad_normal",
     "interpolated_moments",
     "interval_matrix",
     "intervals_of_grid",
@@ -32,6 +33,7 @@ __all__ = [
     "second_derivative_error",
     "sinh_ratio",
     "stack_batches",
+    "twice_kl",
     "two_nodes",
     "unit_intervals",
 ]
@@ -269,21 +271,25 @@ def _around(
     These are the distance from each node to the other one's side, `(2, E, P, N)`, and that beyond
     the grid, `(E, P, N)`.
     """
-    M, is_plain = intervals.num_nodes, needs_plain_operations()
-    h = h if is_plain else h.contiguous()  # rows last in memory
-    x = (h - intervals.low) / intervals.spacing
-    j = x.detach().clamp(0, M).to(torch.int32).clamp(0, M)
-    nearest = x.clamp(1, M)
-    beyond = (x - nearest).abs()
-    decay = (beyond * -intervals.delta).exp()
+    M = intervals.num_nodes
+    if needs_plain_operations():
+        x = (h - intervals.low) / intervals.spacing
+        j = x.detach().clamp(0, M).to(torch.int32).clamp(0, M)
+        nearest = x.clamp(1, M)
+        beyond = (x - nearest).abs()
+        decay = (beyond * -intervals.delta).exp()
+        a = nearest - j
+        a = torch.stack([1 - a, a])
+    else:  # the same with less memory, and with rows last in it
+        x = torch.sub(h, intervals.low, out=h.new_empty(h.shape)).div_(intervals.spacing)
+        j = x.clamp(0, M).to(torch.int32).clamp_(0, M)
+        nearest = x.clamp(1, M)
+        beyond = x.sub_(nearest).abs_()
+        decay = (beyond * -intervals.delta).exp_()
+        # The distance to the other node, 1 - a for the left node and a for the right one.
+        a = torch.addcmul(intervals.ends, intervals.signs, nearest.sub_(j))
     if sigma is not None:
         decay = decay * sigma.unsqueeze(-1)
-    # The distance to the other node, 1 - a for the left node and a for the right one.
-    a = nearest - j
-    if is_plain:
-        a = torch.stack([1 - a, a])
-    else:
-        a = torch.addcmul(intervals.ends, intervals.signs, a)
     return j, sinh_ratio(a, intervals) * decay, a, beyond
 
 
@@ -303,7 +309,9 @@ def _interpolate(
     picked = table.reshape(F * five, R * U).index_select(1, places).view(F, five, *h.shape)
     mean, s = picked[:, :2], picked[:, 2:4]  # (F, 2, E, P, N)
     # In the memory of what was picked, which the gradient needs anyway: s_k of `_grad_inputs`.
-    s.mul_(w).addcmul_(w.flip(0), picked[:, 4:], value=0.5)
+    s.mul_(w)
+    for own, other in ((0, 1), (1, 0)):
+        s[:, own].addcmul_(w[other], picked[:, 4], value=0.5)
     saved: tuple[Tensor, ...] = (j, places, w, picked)
     if isinstance(intervals.delta, Tensor):
         saved += (a, beyond)
@@ -350,7 +358,7 @@ def _grad_inputs(
     coth(delta) = (1 + sinh(delta)^-2)^(1/2) becomes 1, so that -e w is left.
     """
     j, places, w, picked = saved[:4]
-    grad_w = (picked[:, :2] * grad_mean).add_(picked[:, 2:4] * grad_var, alpha=2)
+    grad_w = (picked[:, :2] * grad_mean).addcmul_(picked[:, 2:4], grad_var, value=2)
     grad_w = grad_w[0] if len(grad_w) == 1 else grad_w.sum(0)  # (2, E, P, N)
     squares, has_units = intervals.squares, isinstance(intervals.delta, Tensor)
     if has_units:
@@ -492,7 +500,7 @@ class MeanFieldTerms(torch.autograd.Function):
         mean, var, saved = _interpolate(h.mT.unsqueeze(0), table, sigma, intervals)
         mean.add_(mu.view(-1, 1, 1))
         var.add_(mu_var.view(-1, 1, 1))
-        kl = _twice_kl(loc, log_scale, z_var).add_(_twice_kl(mu, mu_log_scale, mu_var)).div_(2)
+        kl = twice_kl(loc, log_scale, z_var).add_(twice_kl(mu, mu_log_scale, mu_var)).div_(2)
         ctx.save_for_backward(loc, z_var, sigma, mu, mu_var, *saved)
         ctx.table_map, ctx.intervals, ctx.shape = own_map, intervals, table.shape
         return mean.squeeze(1).mT, var.squeeze(1).mT, kl
@@ -519,9 +527,9 @@ class MeanFieldTerms(torch.autograd.Function):
         grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((0, 2))
         return (
             grad_h.squeeze(0).mT.contiguous(),  # batch normalisation is slow for other strides
-            *_grad_normal(grad_loc, grad_z_var, grad_kl, loc, z_var),
+            *grad_normal(grad_loc, grad_z_var, grad_kl, loc, z_var),
             grad_log_sigma,
-            *_grad_normal(grad_mean.sum(0), grad_var.sum(0), grad_kl, mu, mu_var),
+            *grad_normal(grad_mean.sum(0), grad_var.sum(0), grad_kl, mu, mu_var),
             grad_delta,
             None,
             None,
@@ -578,15 +586,15 @@ class MemberTerms(torch.autograd.Function):
         grad_mu, grad_mu_var = (grad.sum(-1).mT for grad in (grad_mean, grad_var))
         return (
             grad_h,
-            *_grad_normal(grad_loc, grad_z_var, grad_kl.view(-1, 1, 1, 1), loc, z_var),
+            *grad_normal(grad_loc, grad_z_var, grad_kl.view(-1, 1, 1, 1), loc, z_var),
             grad_log_sigma,
-            *_grad_normal(grad_mu, grad_mu_var, grad_kl.unsqueeze(-1), mu, mu_var),
+            *grad_normal(grad_mu, grad_mu_var, grad_kl.unsqueeze(-1), mu, mu_var),
             None,
             None,
         )
 
 
-def _twice_kl(loc: Tensor, log_scale: Tensor, var: Tensor) -> Tensor:
+def twice_kl(loc: Tensor, log_scale: Tensor, var: Tensor) -> Tensor:
     """Twice the KL of independent normals from N(0, 1).
 
     The sum is over elements: a sum of variances minus their number would cancel where q is the
@@ -596,7 +604,7 @@ def _twice_kl(loc: Tensor, log_scale: Tensor, var: Tensor) -> Tensor:
     return torch.sub(var, log_scale, alpha=2).sub_(1).sum().add_(torch.dot(loc, loc))
 
 
-def _grad_normal(
+def grad_normal(
     grad_mean: Tensor, grad_var: Tensor, grad_kl: Tensor, loc: Tensor, var: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of loc and log_scale: those of mean and variance, and loc and var - 1 of the KL."""

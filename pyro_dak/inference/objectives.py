@@ -27,7 +27,7 @@ from pyro_dak.model.explaining import explaining
 from pyro_dak.model.handlers import refuse_store
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.latent_sites import check_sites
-from pyro_dak.model.likelihoods import Likelihood
+from pyro_dak.model.likelihoods import GaussianLikelihood, Likelihood
 from pyro_dak.model.missing import observed_rows
 from pyro_dak.model.modes import own_precision
 from pyro_dak.model.rows import Inputs, check_parts
@@ -149,7 +149,14 @@ class AnalyticELBO(ELBO):
         self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
     ) -> ELBOTerms:
         """The terms of the bound from unit inputs h `(N, P)`, for features held fixed."""
-        return self.terms_and_moments(model, guide, h, y, num_data)[0]
+        terms = self._terms_at_once(model, guide, h, y, num_data)
+        return self.terms_and_moments(model, guide, h, y, num_data)[0] if terms is None else terms
+
+    def _terms_at_once(
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None
+    ) -> ELBOTerms | None:
+        """The terms as one operation, which has no q(f) to show, or None if there is no such."""
+        return None
 
     def terms_and_moments(
         self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None = None
@@ -223,6 +230,27 @@ class ClosedFormELBO(AnalyticELBO):
 
     def expected_log_prob(self, likelihood: Likelihood, y: Tensor, q: FunctionMoments) -> Tensor:
         return likelihood.expected_log_prob(y, q)
+
+    def _terms_at_once(
+        self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None
+    ) -> ELBOTerms | None:
+        """It is known for these very classes, one noise for all of y, and no missing y."""
+        likelihood = model.likelihood
+        if type(self) is not ClosedFormELBO or type(likelihood) is not GaussianLikelihood:
+            return None
+        log_noise = likelihood.noise.log_scale
+        if log_noise.numel() > 1 or likelihood.missing is not None:
+            return None
+        self._check(guide)
+        y = likelihood.check_targets(y, model.num_outputs)
+        priors = normal_priors(model, guide.weight_sites)
+        if priors is None or len(y) != len(h) or y.dtype != log_noise.dtype:
+            return None
+        with own_precision(h):
+            layer, scale = model.layer, 1.0 if num_data is None else num_data / len(y)
+            h = h.to(layer.log_unit_scale.dtype)
+            terms = guide.gaussian_bound(layer, h, y, log_noise, priors)
+            return None if terms is None else ELBOTerms(scale * terms[0], terms[1])
 
 
 class JensenELBO(AnalyticELBO):

@@ -129,6 +129,21 @@ class GaussianGuide(PyroModule):
         """`moments` and `kl_normal` together, which some guides compute as one operation."""
         return self.moments(layer, h), self.kl_normal(priors)
 
+    def gaussian_bound(
+        self,
+        layer: AdditiveLayer,
+        h: Tensor,
+        y: Tensor,
+        log_noise: Tensor,
+        priors: NormalParameters,
+    ) -> tuple[Tensor, Tensor] | None:
+        """E_q log p(y | f) summed over the rows and `kl_normal`, for a noise alike for all of y.
+
+        The noise has the standard deviation exp(log_noise). None where a guide does not compute
+        these as one operation.
+        """
+        return None
+
     def weight_means(self) -> Weights:
         """Means of the weights."""
         raise NotImplementedError
