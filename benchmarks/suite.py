@@ -18,7 +18,17 @@ from typing import Any
 import pyro
 import torch
 
-from benchmarks import complexity, exporting, growth, images, natural, race, serving, training
+from benchmarks import (
+    complexity,
+    exporting,
+    growth,
+    images,
+    natural,
+    peers,
+    race,
+    serving,
+    training,
+)
 from benchmarks.steps import Row
 
 __all__ = ["CASES", "format_rows", "main", "measure", "run"]
@@ -32,6 +42,7 @@ CASES: dict[str, Callable[[int, bool], list[Row]]] = {
     "growth": growth.run,
     "complexity": complexity.run,
     "race": race.run,
+    "peers": peers.run,
 }
 
 
@@ -56,7 +67,7 @@ def _cell(value: Any, digits: int) -> str:
 
 
 def format_rows(table: list[Row]) -> str:
-    """The rows as Markdown: times and ratios, then slopes."""
+    """The rows as Markdown: times and ratios, then slopes, then scores."""
     lines = [
         "| case | threads | setting | name | ms | ratio | of | MB | rows/s |",
         "|---" * 9 + "|",
@@ -82,8 +93,10 @@ def format_rows(table: list[Row]) -> str:
             f"{head} | {time} | {ratio} | {row['base']} | {_cell(row.get('megabytes'), 1)} "
             f"| {_cell(row.get('rows_per_second'), 0)} |"
         )
-    parts = [lines] if len(lines) > 2 else []
-    parts += [slopes] if len(slopes) > 2 else []
+    scores = ["| set | name | test NLPD |", "|---" * 3 + "|"]
+    found = {(r["setting"].split(",")[0], r["name"]): r["nlpd"] for r in table if "nlpd" in r}
+    scores += [f"| {name} | {model} | {nlpd:.3f} |" for (name, model), nlpd in found.items()]
+    parts = [part for part in (lines, slopes, scores) if len(part) > 2]
     return "\n\n".join("\n".join(part) for part in parts)
 
 

@@ -1,11 +1,21 @@
 import gzip
+import importlib.util
 import json
 import sys
 
 import pytest
 import torch
 
-from benchmarks import activation, complexity, growth, nuts, parquet_rows, suite, timing
+from benchmarks import (
+    activation,
+    complexity,
+    growth,
+    nuts,
+    parquet_rows,
+    peers,
+    suite,
+    timing,
+)
 
 
 @pytest.fixture
@@ -57,6 +67,15 @@ def test_benchmark_of_files_writes_them_once_and_fits_all_their_rows(tmp_path, m
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
 
 
+@pytest.mark.usefixtures("small_data")
+def test_peers_that_are_not_installed_are_left_out_with_a_word(monkeypatch, capsys):
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(peers, "find_spec", lambda package: None)
+    table = peers.run(repetitions=1, quick=True)
+    assert {row["name"] for row in table} == {"nn", "dak_cf"}
+    assert "vbll is not installed, so vbll is left out" in capsys.readouterr().out
+
+
 def test_timing_is_the_median_and_half_the_range():
     timings = timing.time_side_by_side({"a": lambda: None}, repetitions=3)
     assert timings["a"].milliseconds > 0
@@ -99,6 +118,10 @@ def small_data(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_DAK_DATA", str(tmp_path))
 
 
+def is_installed(peer):
+    return importlib.util.find_spec(peers.PACKAGES[peer]) is not None
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small_data")
 @pytest.mark.parametrize(
@@ -114,6 +137,7 @@ def small_data(tmp_path, monkeypatch):
             {"nn", "dak_cf", "dak_mc", "nn_svgp", "svdkl", "avdkl"},
         ),
         ("race", {"nn", "dak_cf", "dak_mc", "nn_svgp"}),
+        ("peers", {"nn", "dak_cf", *filter(is_installed, peers.PACKAGES)}),
     ],
 )
 def test_every_case_runs_and_every_time_is_a_ratio_to_a_peer(case, names):
