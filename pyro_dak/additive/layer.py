@@ -12,9 +12,6 @@ from pyro_dak.validation import check_integer, check_kind, check_positive
 
 __all__ = ["AdditiveLayer", "Weights"]
 
-# Up to this many weights of a function, a batch has a design that is made faster than gathers.
-_MAX_DENSE_WEIGHTS = 512
-
 
 class Weights(NamedTuple):
     """Weights of the layer, or their means, or their standard deviations.
@@ -170,13 +167,9 @@ class AdditiveLayer(nn.Module):
 
         Phi is the design at h `(N, P)`, and Phi^2 has its squares. Since the mean of f is Phi m and
         its variance Phi^2 v for independent weights, the sums are the gradients of sum a E f and
-        sum b Var f by m and v; of many weights, the local route makes no `(N, P, M)` tensor.
+        sum b Var f by m and v; on the local route no `(N, P, M)` tensor is made.
         """
         F, P, M = self.num_functions, self.num_units, self.activation.num_inducing
-        if self.num_weights <= _MAX_DENSE_WEIGHTS:
-            with torch.no_grad():
-                design = self.design(h)
-                return by_mean.mT @ design, by_variance.mT @ design.square()
         h, sigma = h.detach(), self.unit_scale.detach()
         with torch.enable_grad():
             loc, var = (h.new_zeros(F, P, M, requires_grad=True) for _ in range(2))

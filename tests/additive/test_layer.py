@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_dak.additive import layer as layer_module
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import LaplaceKernel, RBFKernel
@@ -68,9 +67,7 @@ def test_moments_equal_those_of_the_design(linear_term):
 
 @linear_terms
 @pytest.mark.parametrize("level", [1, 3, 6])  # few nodes take the dense route, many the local one
-@pytest.mark.parametrize("max_weights", [0, 512])
-def test_row_sums_equal_those_of_the_design(linear_term, level, max_weights, monkeypatch):
-    monkeypatch.setattr(layer_module, "_MAX_DENSE_WEIGHTS", max_weights)
+def test_row_sums_equal_those_of_the_design(linear_term, level):
     made = layer(linear_term, level=level)
     h, a, b = inputs(made), torch.randn(5, 2), torch.rand(5, 2)
     phi = made.design(h).detach()
