@@ -44,7 +44,8 @@ from pyro_dak import to_arviz
 posteriors = {"mean field": mean_field, "joint": joint, "NUTS": nuts}
 data = {name: to_arviz(model, q, x, y, log_likelihood=False) for name, q in posteriors.items()}
 z = data["NUTS"].posterior["z"]
-r_hat, ess = float(az.rhat(z)["z"].max()), float(az.ess(z)["z"].min())
+weights = z.to_dataset(name="z")
+r_hat, ess = float(az.rhat(weights)["z"].max()), float(az.ess(weights)["z"].min())
 print(f"{z.sizes['chain']} chains of {z.sizes['draw']} draws: ", end="")
 print(f"r-hat at most {r_hat:.3f}, effective draws at least {ess:.0f}")
 

@@ -21,6 +21,7 @@ from pyro_dak.model.dak import DAK
 from pyro_dak.model.inputs import check_model
 from pyro_dak.model.modes import is_mixed, own_precision
 from pyro_dak.model.rows import Inputs, call
+from pyro_dak.validation import check_integer
 
 __all__ = ["affine_parts", "freeze", "freeze_with_features"]
 
@@ -55,6 +56,7 @@ def freeze(
         compile: whether to compile network and last layer, once for each model.
     """
     check_model(model)
+    check_integer("num_rows", num_rows, minimum=0)
     if sites is None:
         check_guide(model, guide)
     both = freeze_with_features(

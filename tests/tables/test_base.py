@@ -131,7 +131,12 @@ def test_rows_of_hardly_any_weight_are_as_good_as_removed(kind):
         assert max(widths) < 1.5 * min(widths)
         assert max(widths) < 0.5
     else:
-        entropies = [model.predict_dist(X).entropy.mean() for model in (weighted, removed)]
+        pairs = [(weighted, removed)]
+        for seed in (1, 2):  # when to stop is decided by few rows, so one pair says little
+            options["random_state"] = seed
+            one = kind(**options).fit(X, y, np.where(is_noisy, 1e-6, 1.0))
+            pairs.append((one, kind(**options).fit(X[~is_noisy], y[~is_noisy])))
+        entropies = np.mean([[m.predict_dist(X).entropy.mean() for m in pair] for pair in pairs], 0)
         assert max(entropies) < 1.5 * min(entropies)
 
 
@@ -142,9 +147,13 @@ def test_a_few_rows_that_are_predicted_rightly_do_not_make_classes_certain():
         probs = 1 / (1 + np.exp(-3 * (np.sin(2 * X[:, 0]) + X[:, 1] * X[:, 2])))
         return X, (rng.uniform(size=number) < probs).astype(int)
 
-    model = DAKClassifier(random_state=0, progress=False).fit(*rows(30, seed=0))
     X, y = rows(4000, seed=10**6)
-    assert -np.log(model.predict_proba(X)[np.arange(4000), y]).mean() < 1.5 * math.log(2)
+    losses = []
+    for seed in range(4):  # by chance a few rows may be misleading
+        model = DAKClassifier(random_state=seed, progress=False).fit(*rows(30, seed=seed))
+        losses.append(-np.log(model.predict_proba(X)[np.arange(4000), y]).mean())
+    assert np.mean(losses) < 1.3 * math.log(2)
+    assert max(losses) < 1.8 * math.log(2)
 
 
 @pytest.mark.parametrize("kind", [DAKRegressor, DAKClassifier])
