@@ -185,7 +185,7 @@ class _AdditiveEstimator(_AdditiveParameters, BaseEstimator):
         is_used = weights > 0
         table, y, weights = table[is_used], y[is_used], weights[is_used]
         y = self._set_targets(y, weights)
-        self.columns_ = learn_columns(table, self._categorical())
+        self.columns_ = learn_columns(table, self._categorical(), is_filled=False)
         rows = Rows(self._raw(table), weights)
         columns = [Column(*pair) for pair in zip(rows.columns, self._categories(), strict=True)]
         self._fit_terms(columns, rows, y)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils import check_consistent_length, check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from pyro_dak.prediction.results import NoveltyScores
 from pyro_dak.tables.conditioning import ConditionedMembers
 from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
 from pyro_dak.tables.exporting import export_estimator, made_up_rows, raw_rows
+from pyro_dak.tables.filling import learn_filling
 from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
 from pyro_dak.tables.predictive import Array
 from pyro_dak.tables.rows import (
@@ -42,7 +43,14 @@ from pyro_dak.tables.rows import (
     without,
 )
 from pyro_dak.tables.saving import read_estimator, write_estimator
-from pyro_dak.tables.schema import Columns, as_frame, encode, learn_columns, raw_columns
+from pyro_dak.tables.schema import (
+    Columns,
+    as_frame,
+    encode,
+    learn_columns,
+    raw_columns,
+    with_telling_gaps,
+)
 from pyro_dak.training.checkpoint import MAX_BYTES
 from pyro_dak.training.data import Data
 from pyro_dak.training.export import Exported, Format
@@ -381,7 +389,11 @@ class TableEstimator(Parameters, BaseEstimator):
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
             num_bins = 0 if self.numeric_embedding is None else _NUM_BINS
-            self.columns_ = _learn(X, self._categorical_names(X), num_bins)
+            columns = _learn(X, self._categorical_names(X), num_bins)
+            table = X
+            if not isinstance(X, pd.DataFrame):
+                table = pd.DataFrame(X, columns=columns.names, copy=False)
+            self.columns_ = with_telling_gaps(columns, table, y, is_classifier(self))
         X = _encoded(X, self.columns_)
         if is_first:
             self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
@@ -620,7 +632,8 @@ def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
         medians[name] = float(np.median(known)) if len(known) else 0.0
         if len(known) < len(column):
             with_missing.append(name)
-    return Columns([*medians], medians, with_missing)
+    filling = learn_filling(X) if with_missing else None
+    return Columns([*medians], medians, with_missing, filling=filling)
 
 
 def _encoded(X: Any, columns: Columns | None) -> Array:
@@ -629,7 +642,7 @@ def _encoded(X: Any, columns: Columns | None) -> Array:
         return X
     if isinstance(X, pd.DataFrame):
         return encode(X, columns)
-    if columns.with_missing or columns.bins:
+    if columns.with_missing or columns.bins or columns.filling:
         return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
     is_missing = np.isnan(X)
     return np.where(is_missing, [*columns.medians.values()], X) if is_missing.any() else X

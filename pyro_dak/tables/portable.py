@@ -45,6 +45,11 @@ class EncodedColumns(nn.Module):
     """`encode` of the schema, from raw rows `(N, D)` to numbers `(N, D')`."""
 
     medians: Tensor
+    loc: Tensor
+    scale: Tensor
+    least_filled: Tensor
+    most_filled: Tensor
+    weights: Tensor
     with_missing: Tensor
     binned: Tensor
     low: Tensor
@@ -62,6 +67,14 @@ class EncodedColumns(nn.Module):
         places = {name: place for place, name in enumerate(columns.medians)}
         self.num_numbers = len(places)
         self.register_buffer("medians", _double([*columns.medians.values()]))
+        filling = columns.filling
+        self.is_filled = filling is not None
+        if filling is not None:
+            self.register_buffer("loc", _double(filling.loc))
+            self.register_buffer("scale", _double(filling.scale))
+            self.register_buffer("least_filled", _double(filling.low))
+            self.register_buffer("most_filled", _double(filling.high))
+            self.register_buffer("weights", _double(filling.weights))
         self.has_gaps, self.has_bins = bool(columns.with_missing), bool(columns.bins)
         self.has_dates = any(columns.dates.values())
         self.has_categories = bool(columns.categories)
@@ -93,7 +106,10 @@ class EncodedColumns(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         numbers = x[:, : self.num_numbers]
         is_missing = numbers.isnan()
-        filled = torch.where(is_missing, self.medians, numbers)
+        if self.is_filled:
+            filled = self._filled(numbers, is_missing)
+        else:
+            filled = torch.where(is_missing, self.medians, numbers)
         parts = [filled] if self.num_numbers else []
         if self.has_gaps:
             parts.append(is_missing.index_select(1, self.with_missing).to(x.dtype))
@@ -111,6 +127,15 @@ class EncodedColumns(nn.Module):
             is_category: Tensor = x.index_select(1, self.coded) == self.codes
             parts.append(is_category.to(x.dtype))
         return torch.cat(parts, 1)
+
+    def _filled(self, numbers: Tensor, is_missing: Tensor) -> Tensor:
+        """As `Filling` fills them."""
+        known = torch.where(is_missing, 0.0, (numbers - self.loc) / self.scale)
+        z = known
+        for W in self.weights:
+            z = torch.minimum(torch.maximum(z @ W, self.least_filled), self.most_filled)
+            z = torch.where(is_missing, z, known)
+        return torch.where(is_missing, self.loc + self.scale * z, numbers)
 
 
 class PortableEnsemble(nn.Module):

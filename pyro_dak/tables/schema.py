@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from pyro_dak.tables.files import TableError
+from pyro_dak.tables.filling import Filling, learn_filling, tells_of_target
 from pyro_dak.tables.predictive import Array
 from pyro_dak.validation import check_choice
 
@@ -39,6 +40,7 @@ __all__ = [
     "targets",
     "text_of",
     "typed",
+    "with_telling_gaps",
 ]
 
 Task = Literal["classification", "regression"]
@@ -76,11 +78,14 @@ class Columns:
 
     Attributes:
         names: the names of the columns, in their order.
-        medians: for each column of numbers or dates, the number that replaces a missing value.
-        with_missing: those of them that had missing values. Each gets an indicator column.
+        medians: for each column of numbers or dates, the median. It replaces a missing value where
+            there is no `filling`.
+        with_missing: those of them that had missing values, and where it tells of the target that
+            they did (`with_telling_gaps`). Each gets an indicator column.
         categories: for each column of categories, the values that it had.
         dates: for each column of dates, the cycles that the training rows span.
         bins: for each column of numbers or dates that is embedded, the edges of its bins.
+        filling: how missing numbers and dates are predicted from the other ones of their row.
     """
 
     names: list[str] = field(default_factory=list)
@@ -89,6 +94,7 @@ class Columns:
     categories: dict[str, list[str]] = field(default_factory=dict)
     dates: dict[str, list[str]] = field(default_factory=dict)
     bins: dict[str, list[float]] = field(default_factory=dict)
+    filling: Filling | None = None
 
     @property
     def are_numbers(self) -> bool:
@@ -113,12 +119,18 @@ class Columns:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Columns":
-        """The columns that `to_json` described, or a ValueError. Older files have no dates."""
+        """The columns that `to_json` described, or a ValueError. Older files lack some of it."""
         try:
             pairs = {name: dict(content[name]) for name in ("medians", "categories")}
             pairs |= {name: dict(content.get(name, ())) for name in ("dates", "bins")}
             names = content.get("names", [*pairs["medians"], *pairs["categories"]])
-            columns = cls(names=list(names), with_missing=list(content["with_missing"]), **pairs)
+            filling = content.get("filling")
+            columns = cls(
+                names=list(names),
+                with_missing=list(content["with_missing"]),
+                **pairs,
+                filling=None if filling is None else Filling(**filling),
+            )
             columns._check()
             return columns
         except (LookupError, TypeError) as error:
@@ -139,6 +151,8 @@ class Columns:
             raise TypeError("edges of bins must be two or more increasing numbers")
         if not set(chain(*self.dates.values())) <= CYCLES.keys():
             raise TypeError(f"cycles must be among {list(CYCLES)}")
+        if self.filling is not None:
+            self.filling.check(len(self.medians))
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,10 @@ def typed(
 
 
 def learn_columns(
-    table: pd.DataFrame, categorical: Collection[str] | None = None, num_bins: int = 0
+    table: pd.DataFrame,
+    categorical: Collection[str] | None = None,
+    num_bins: int = 0,
+    is_filled: bool = True,
 ) -> Columns:
     """What the columns of a training table are, by their types.
 
@@ -218,12 +235,14 @@ def learn_columns(
     pandas's type for categories. Dates are known by their types; texts are dates if all of them are
     written as in ISO 8601. Booleans are numbers. With `num_bins`, numbers with more than two values
     are embedded in so many bins, whose edges are quantiles, or in fewer if quantiles are equal.
+    With `is_filled`, missing numbers will be predicted from the other numbers of their row.
     """
     repeated = table.columns[table.columns.duplicated()]
     if len(repeated):
         raise TableError(f"has several columns called {_list(repeated.unique())}.")
     medians, with_missing, categories, dates = {}, [], {}, {}
     bins: dict[str, list[float]] = {}
+    all_numbers: list[Array] = []
     for name in table.columns:
         column = table[name]
         _check_kind(column, name)
@@ -232,6 +251,7 @@ def learn_columns(
             _check_number_of_texts(len(categories[name]), name, "Leave it out, or encode it.")
             continue
         numbers = _days(column, name) if _is_date(column) else _numbers(column, name)
+        all_numbers.append(numbers)
         known = numbers[~np.isnan(numbers)]
         medians[name] = float(np.median(known)) if len(known) else 0.0
         if len(known) < len(numbers):
@@ -241,14 +261,15 @@ def learn_columns(
         if num_bins > 0 and len(known):
             edges = np.unique(np.quantile(known, np.linspace(0, 1, num_bins + 1))).tolist()
             bins |= {name: edges} if len(edges) > 2 else {}
-    return Columns([*table.columns], medians, with_missing, categories, dates, bins)
+    filling = learn_filling(np.column_stack(all_numbers)) if is_filled and with_missing else None
+    return Columns([*table.columns], medians, with_missing, categories, dates, bins, filling)
 
 
 def merged(parts: Sequence[Columns], sample: Columns) -> Columns:
     """The columns of a table from those of its parts, and those of a sample of all its rows.
 
-    Categories, and which columns have missing values, come from all parts; medians, edges of bins
-    and the cycles that dates span come from the sample.
+    Categories, and which columns have missing values, come from all parts; medians, edges of bins,
+    the cycles that dates span and how missing numbers are filled come from the sample.
     """
     has_gap = {name for part in parts for name in part.with_missing}
     categories = {
@@ -261,18 +282,37 @@ def merged(parts: Sequence[Columns], sample: Columns) -> Columns:
     return replace(sample, with_missing=with_missing, categories=categories)
 
 
+def with_telling_gaps(columns: Columns, table: pd.DataFrame, y: Array, labels: bool) -> Columns:
+    """The columns of a training table, where some of those with missing values get no indicator.
+
+    An indicator is left out if it is not correlated with the target: numbers, or labels of classes.
+    """
+    if not columns.with_missing:
+        return columns
+    if labels:
+        y = np.unique(y, return_inverse=True)[1].reshape(-1, 1) == np.arange(len(np.unique(y)))
+    numbers = _all_numbers(table, columns)
+    gaps = np.column_stack([np.isnan(numbers[name]) for name in columns.with_missing])
+    tells = tells_of_target(gaps, y.reshape(len(y), -1))
+    kept = [name for name, own in zip(columns.with_missing, tells, strict=True) if own]
+    return replace(columns, with_missing=kept)
+
+
 def encode(table: pd.DataFrame, columns: Columns) -> Array:
     """The columns as numbers, `(N, D)`.
 
-    First come numbers and dates, in days, with the median in place of missing values; then an
-    indicator of missing values for each column that had some in training; then for each bin from a
-    to b of an embedded column (x - a) / (b - a), between 0 and 1, except that it goes on below the
-    first bin and above the last; then sine and cosine of the cycles of dates, zero where the date
-    is missing; then a column of zeros and ones for each category. A category that was not there in
-    training is none of these, with a warning.
+    First come numbers and dates, in days, with what the filling, or the median, has in place of
+    missing values; then an indicator of missing values for each column that had some in training;
+    then for each bin from a to b of an embedded column (x - a) / (b - a), between 0 and 1, except
+    that it goes on below the first bin and above the last; then sine and cosine of the cycles of
+    dates, zero where the date is missing; then a column of zeros and ones for each category. A
+    category that was not there in training is none of these, with a warning.
     """
     numbers = _all_numbers(table, columns)
-    parts = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in columns.medians.items()]
+    if columns.filling is not None:
+        parts = [*columns.filling(np.column_stack([*numbers.values()])).T]
+    else:
+        parts = [np.where(np.isnan(numbers[n]), m, numbers[n]) for n, m in columns.medians.items()]
     parts += [np.isnan(numbers[name]).astype(np.float64) for name in columns.with_missing]
     for name, edges in columns.bins.items():
         parts += _in_bins(parts[[*columns.medians].index(name)], edges)

@@ -30,6 +30,7 @@ from pyro_dak.tables.schema import (
     merged,
     numbers_of_classes,
     targets,
+    with_telling_gaps,
 )
 from pyro_dak.training.data import ParquetData
 from pyro_dak.training.parquet import ParquetRows, RowGroup, RowSample, check_alike, row_groups
@@ -114,7 +115,7 @@ class TableRows(ParquetRows):
             group = self.groups[number]
             frame = as_pandas(self.table(group))
             with self._naming(group):
-                parts.append(learn_columns(frame[self.columns], texts))
+                parts.append(learn_columns(frame[self.columns], texts, is_filled=False))
                 if frame[self.targets[0]].isna().any():
                     targets(frame, self.aim)  # which raises
             if len(values) <= _MAX_CLASSES:
@@ -137,6 +138,9 @@ class TableRows(ParquetRows):
                 raise TableError(
                     f"target `{self.targets[0]}` has one class only; there is nothing to learn."
                 )
+
+        y, labels = targets(sample, self.aim), self.has_labels
+        self.schema = with_telling_gaps(self.schema, sample, y, labels)
 
     @property
     def width(self) -> int:

@@ -55,13 +55,15 @@ def test_missing_numbers_become_medians_and_categories_columns_of_zeros_and_ones
             "c_red": [1.0, 0.0, 0.0, 1.0],
         }
     )
-    pd.testing.assert_frame_equal(encoded(inputs(), learn_columns(inputs())), expected)
+    columns = learn_columns(inputs(), is_filled=False)
+    pd.testing.assert_frame_equal(encoded(inputs(), columns), expected)
     texts = inputs().astype(object).map(str, na_action="ignore")  # as a CSV file has them
-    pd.testing.assert_frame_equal(encoded(texts, learn_columns(typed(texts))), expected)
+    columns = learn_columns(typed(texts), is_filled=False)
+    pd.testing.assert_frame_equal(encoded(texts, columns), expected)
 
 
 def test_new_rows_get_the_medians_and_columns_of_training():
-    columns = learn_columns(inputs())
+    columns = learn_columns(inputs(), is_filled=False)
     new = inputs()[:1].assign(a=np.nan, b=np.nan, c="green")
     with pytest.warns(UserWarning, match="not there in training: `green`, the first in row 1"):
         assert encode(new, columns).tolist() == [[3, 2.5, 1, 0, 0, 0]]

@@ -10,7 +10,7 @@ from pyro_dak import DAKClassifier, DAKRegressor
 from pyro_dak.tables import streaming
 from pyro_dak.tables.cli import app
 from pyro_dak.tables.files import TableError, read_table
-from pyro_dak.tables.schema import learn_columns
+from pyro_dak.tables.schema import learn_columns, with_telling_gaps
 from pyro_dak.tables.streaming import TableRows, fit_files, is_large
 
 
@@ -47,7 +47,10 @@ def run(*arguments, code=0):
 
 def test_columns_are_those_of_the_table_in_memory(folder):
     rows = TableRows(folder, "price")
-    expected = learn_columns(read_table(folder).drop(columns="price"), ["town"])
+    table = read_table(folder)
+    expected = learn_columns(table.drop(columns="price"), ["town"])
+    assert expected.with_missing == ["area"]
+    expected = with_telling_gaps(expected, table, table["price"].to_numpy(), labels=False)
     assert rows.schema == expected
     assert rows.width == len(expected.encoded_names)
     assert (rows.aim.task, rows.classes) == ("regression", None)
