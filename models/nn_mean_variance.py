@@ -2,7 +2,9 @@
 
 A network of a mean and a log variance is the plain opponent of a model whose uncertainty depends on
 the input. Trained to the end it is too sure of itself, so that a share of the training rows is kept
-aside, and in the end one factor makes its variances as large as its errors on them.
+aside, and in the end one factor makes its variances as large as its errors on them. The variance is
+a softplus with a floor, as in the paper on deep ensembles; an exponential becomes zero where a row
+lies far outside.
 """
 
 from collections.abc import Sequence
@@ -24,13 +26,25 @@ from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from .shared.training import Callback
 
 
+# Added to the variance, in units of the level of the noise.
+_LEAST_VAR = 1e-6
+
+
+class LogSoftplus(nn.Module):
+    """The last half of the columns, v, become log(softplus(v) + floor)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, raw = x.chunk(2, -1)
+        return torch.cat([mean, nn.functional.softplus(raw).add(_LEAST_VAR).log()], -1)
+
+
 class MeanVarianceNetwork(TableBaseline):
     """y ~ N(mean(x), var(x)), trained by the Gaussian negative log-likelihood.
 
     Args:
         input_dim: D.
         num_outputs: C.
-        network: the backbone and a linear output of the C means and the C log variances.
+        network: from rows to the C means and the C log variances.
         likelihood: the level of the noise.
         recipe: the settings.
         held_out_share: the share of the training rows that calibrates, between 0 and 1.
@@ -114,5 +128,5 @@ def build(
         features = backbones.backbone(
             input_dim, feature_dim, relu_output=relu_output, name=backbone
         )
-        network = nn.Sequential(features, nn.Linear(feature_dim, 2 * num_outputs))
+        network = nn.Sequential(features, nn.Linear(feature_dim, 2 * num_outputs), LogSoftplus())
     return MeanVarianceNetwork(input_dim, num_outputs, network, likelihood, recipe, held_out_share)

@@ -57,3 +57,11 @@ def test_rows_that_calibrate_do_not_train():
         model.fit(x, target)
         means.append(model.predict(x).mean)
     assert_close(*means, rtol=0, atol=0)
+
+
+def test_rows_that_lie_far_outside_have_a_variance():
+    x, y = noisy_rows(200, 0)
+    model = models.build("nn_mean_variance", 1, feature_dim=8, recipe=replace(RECIPE, epochs=2))
+    model.fit(x, y)
+    far = torch.tensor([[-1e4], [1e4], [1e6], [-1e6]], dtype=x.dtype)
+    assert (model.predict(far).aleatoric > 0).all()
