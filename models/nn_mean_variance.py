@@ -25,7 +25,6 @@ from .shared.baseline import TableBaseline
 from .shared.recipe import DEFAULT_RECIPE, Recipe, seeded
 from .shared.training import Callback
 
-
 # Added to the variance, in units of the level of the noise.
 _LEAST_VAR = 1e-6
 
