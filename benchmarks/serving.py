@@ -27,7 +27,9 @@ def _moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _compiled_moments(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    prediction = pyro_dak.predict(model.model, model.guide, x, compile=True, progress=False)
+    prediction = pyro_dak.predict(
+        model.model, model.guide, x, compile=True, novelty=False, progress=False
+    )
     assert isinstance(prediction, Prediction)
     return prediction.mean, prediction.variance
 
