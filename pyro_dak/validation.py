@@ -1,5 +1,6 @@
 """Checks at the public boundary: each returns nothing, or raises an error that says what to do."""
 
+import cmath
 import importlib
 import math
 import os
@@ -200,7 +201,7 @@ def check_finite(name: str, value: Tensor) -> None:
     Tensors on the meta device hold no values and pass.
     """
     # A sum that is finite has no such term; one that is not may have overflowed.
-    if value.is_meta or bool(value.sum().isfinite()) or bool(value.isfinite().all()):
+    if value.is_meta or cmath.isfinite(value.sum().item()) or bool(value.isfinite().all()):
         return
     num_nan = int(torch.isnan(value).sum())
     num_inf = int(torch.isinf(value).sum())

@@ -123,6 +123,11 @@ class Scaling(nn.Module):
         """The statistics of all rows from those of K parts, `(K, 1)` and `(K, P)`."""
         raise NotImplementedError
 
+    @property
+    def options(self) -> tuple[float, ...]:
+        """The numbers that `affine` depends on beside the statistics."""
+        return (*self.bounds,)
+
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Gain and shift, `(P,)` each, of the map that these statistics define."""
         return torch.ones_like(first), torch.zeros_like(first)
@@ -223,6 +228,10 @@ class Standardize(Scaling):
         mean = sum_fn((count * first).sum(0)) / total
         return mean, sum_fn((count * (second + (first - mean).square())).sum(0)) / total
 
+    @property
+    def options(self) -> tuple[float, ...]:
+        return (*self.bounds, self.num_std, self.eps)
+
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.bounds
         gain = (high - low) / (2 * self.num_std) * (second + self.eps).rsqrt()
@@ -262,6 +271,10 @@ class MinMax(Scaling):
         extremes = torch.cat([-low, high]).detach()
         torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
         return -extremes[: self.num_units], extremes[self.num_units :]
+
+    @property
+    def options(self) -> tuple[float, ...]:
+        return (*self.bounds, self.eps)
 
     def affine(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         gain = (self.bounds[1] - self.bounds[0]) / (second - first).clamp(min=self.eps)

@@ -178,9 +178,10 @@ def resolve_posterior(
         seed: seed of its draws; by default torch's global state is used.
     """
     check_posterior(model, posterior)
-    guide, like = as_guide(posterior), model.layer.log_unit_scale
+    guide = as_guide(posterior)
     if has_closed_form(guide):
         return guide
+    like = model.layer.log_unit_scale
     x = None if x is None else to_device(take(x, slice(1)), like.device)
     draws = draw_posterior(model, posterior, num_samples=num_samples, x=x, seed=seed)
     return {name: value.to(like) for name, value in draws.flat().items()}

@@ -1,5 +1,7 @@
 """Checks of a model and of its inputs, for the functions that take them from a user."""
 
+from torch import Tensor
+
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
 from pyro_dak.model.modes import evaluating
@@ -11,8 +13,15 @@ __all__ = ["check_inputs", "check_model", "check_network"]
 
 def check_model(model: DAK) -> None:
     """Raise unless `model` is a DAK with values."""
+    _checked_like(model)
+
+
+def _checked_like(model: DAK) -> Tensor:
+    """A tensor of a model that is one with values."""
     check_kind("model", model, DAK, "a DAK")
-    check_has_values("model", model.layer.log_unit_scale)
+    like: Tensor = model.layer.log_unit_scale
+    check_has_values("model", like)
+    return like
 
 
 def check_inputs(model: DAK, x: Inputs, name: str = "x") -> None:
@@ -20,9 +29,8 @@ def check_inputs(model: DAK, x: Inputs, name: str = "x") -> None:
 
     Floating parts are finite and in the dtype of the model; others hold integers or truth values.
     """
-    check_model(model)
+    dtype = _checked_like(model).dtype
     check_parts(name, x)
-    dtype = model.layer.log_unit_scale.dtype
     for label, part in parts(x, name).items():
         check_has_values(label, part)
         is_floating = part.is_floating_point()

@@ -37,7 +37,7 @@ def known_sites(model: DAK, *, for_y: bool = True, given: Collection[str] = ()) 
     for name in model.scale_shapes:
         if name not in given:
             _refuse(name, "prior", model)
-    parts = [(id(part), *vars(part).get("_pyro_samples", ())) for part in parts_of(model)]
+    parts = _shown_parts(model)
     checked = _CHECKED.setdefault(model, {})
     if for_y and checked.get("likelihood") != parts:
         with pyro_lock:
@@ -51,6 +51,13 @@ def known_sites(model: DAK, *, for_y: bool = True, given: Collection[str] = ()) 
         _check_attributes(model)
         yield
     checked["network"] = parts
+
+
+def _shown_parts(model: DAK) -> list[Any]:
+    """What a model is made of: its parts, and the names that those of Pyro sample."""
+    parts = parts_of(model)
+    names = [(*vars(part)["_pyro_samples"],) for part in parts if "_pyro_samples" in vars(part)]
+    return [*map(id, parts), names]
 
 
 def likelihood_sites(model: DAK) -> list[str]:

@@ -4,7 +4,6 @@ Threads may share a model: a mode begins with the first of them that asks for it
 last. What goes through Pyro, whose handlers are global, is done by one thread at a time.
 """
 
-import copy
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +32,9 @@ def with_own_tensors(module: _Module, device: torch.device) -> _Module:
 
     All else is shared, which makes it several times faster than a deep copy.
     """
-    own = copy.copy(module)
+    # What `copy.copy` does, without asking the class how it would be pickled.
+    own = object.__new__(type(module))
+    vars(own).update(vars(module))
     parameters, buffers, modules = {}, {}, {}
     for name, p in module._parameters.items():
         parameters[name] = p
@@ -53,7 +54,8 @@ def parts_of(*modules: nn.Module) -> list[nn.Module]:
     """These modules and all inside them, some perhaps twice; faster than `Module.modules`."""
     parts = list(modules)
     for part in parts:  # which grows on the way
-        parts += [inner for inner in part._modules.values() if inner is not None]
+        if part._modules:
+            parts += [inner for inner in part._modules.values() if inner is not None]
     return parts
 
 
@@ -66,27 +68,42 @@ _evaluated: dict[nn.Module, tuple[int, bool]] = {}
 _local: tuple[int, bool] = (0, False)
 
 
+def _set_training(part: nn.Module, mode: bool) -> None:
+    """Set `part.training` without what modules do when any attribute is set, which takes long."""
+    if "training" in vars(part):
+        vars(part)["training"] = mode
+    else:  # those of TorchScript have it elsewhere
+        part.training = mode
+
+
 @contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients and with module-local parameters; the modes come back after."""
+def evaluating(*modules: nn.Module, runs_programs: bool = True) -> Iterator[None]:
+    """Eval mode without gradients and with module-local parameters; the modes come back after.
+
+    With `runs_programs` False the modules themselves are not called, only what is inside them, so
+    that parameters are local only if there is a Pyro module among these.
+    """
     parts = parts_of(*modules)
     with _modes_lock:
-        for part in parts:
+        # A part that is evaluated already, because it was so before, has no mode to come back to.
+        changed = [part for part in parts if part.training or part in _evaluated]
+        for part in changed:
             count, mode = _evaluated.get(part, (0, part.training))
             _evaluated[part] = (count + 1, mode)
-            if part.training:  # setting an attribute of a module takes long
-                part.training = False
+            _set_training(part, False)
+    is_program = runs_programs or any(isinstance(p, PyroModule) for p in parts[len(modules) :])
     try:
-        with torch.no_grad(), _local_parameters(parts):
+        with torch.no_grad(), _local_parameters(parts) if is_program else nullcontext():
             yield
     finally:
-        with _modes_lock:
-            for part in parts:
-                count, mode = _evaluated.pop(part)
-                if count > 1:
-                    _evaluated[part] = (count - 1, mode)
-                elif part.training != mode:
-                    part.training = mode
+        if changed:
+            with _modes_lock:
+                for part in changed:
+                    count, mode = _evaluated.pop(part)
+                    if count > 1:
+                        _evaluated[part] = (count - 1, mode)
+                    else:
+                        _set_training(part, mode)
 
 
 @contextmanager

@@ -128,6 +128,8 @@ def take(x: Inputs, index: Any) -> Any:
 
 def split(x: Inputs, size: int) -> Sequence[Any]:
     """The rows in chunks of `size`, the last of which may be shorter."""
+    if num_rows(x) <= size:
+        return [x]
     if isinstance(x, Tensor):
         return x.split(size)
     return [take(x, slice(start, start + size)) for start in range(0, num_rows(x), size)]

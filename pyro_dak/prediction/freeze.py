@@ -27,6 +27,9 @@ __all__ = ["affine_parts", "freeze", "freeze_with_features"]
 
 _COMPILED: WeakKeyDictionary[DAK, Compiled] = WeakKeyDictionary()
 _FROM_NODES = KeptResults()  # moments as functions of h, by guide
+# The arguments of `_moments_from_nodes`.
+_WEIGHTS = ("z_loc", "z_log_scale", "mu_loc", "mu_log_scale")
+_SCALES = KeptResults()  # gains and shifts, by scaling
 
 
 @torch.no_grad()
@@ -68,10 +71,9 @@ def freeze(
         compile=compile,
         with_features=False,
     )
-    return lambda x: both(x)[0]
+    return torch.no_grad()(lambda x: both(x)[0])
 
 
-@torch.no_grad()
 def freeze_with_features(
     model: DAK,
     guide: Any,
@@ -86,16 +88,17 @@ def freeze_with_features(
 
     The other arguments are those of `freeze`. The network runs once for each row, unless the class
     of the model is not `DAK` itself, whose unit inputs may come from anywhere. Model and guide are
-    not checked here.
+    not checked here, and gradients have to be off, here and in the calls of the result.
     """
-    mixed = is_mixed(model.layer.log_unit_scale)
+    layer = model.layer
+    mixed = is_mixed(layer.log_unit_scale)
     # Without rows, no layer of the network is folded into the map to the units.
     network, units = _frozen_units(model, 0 if mixed or with_features else num_rows)
     features_fn = embed_fn = None
     if with_features and units is None:
         features_fn, embed_fn = model.features, model.embed if are_plain((model, DAK)) else None
     if sites is None:
-        moments = partial(guide.moments, model.layer) if mixed else _frozen_moments(model, guide)
+        moments = partial(guide.moments, layer) if mixed else _frozen_moments(layer, guide)
     else:
         moments = partial(_moments_of_draws, model, sites)
     residual = model.residual_variance if residual_variance else None
@@ -108,7 +111,6 @@ def freeze_with_features(
     return lambda x: compiled(x, *steps)
 
 
-@torch.no_grad()
 def _moments_at(
     x: Inputs,
     network: Callable[[Inputs], Tensor],
@@ -151,7 +153,8 @@ def affine_parts(model: DAK, num_rows: int) -> tuple[list[nn.Module], Tensor, Te
     is_other = is_other or (embedding is not None and embedding.bias is not None)
     if is_other or type(scaling) not in SCALINGS.values() or not are_plain(*parts):
         return None
-    gain, shift = scaling.affine(scaling.first, scaling.second)
+    statistics = scaling.first, scaling.second
+    gain, shift = _SCALES(scaling, scaling.affine, scaling.options, *statistics)
     matrix = None if embedding is None else embedding.weight
     return affine_units(model.feature_extractor, matrix, gain, shift, num_rows)
 
@@ -188,12 +191,13 @@ def _frozen_units(
     return network, units
 
 
-def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoments]:
+def _frozen_moments(layer: AdditiveLayer, guide: Any) -> Callable[[Tensor], FunctionMoments]:
     """`guide.moments` as a function of h; from tables of the nodes for a plain mean-field guide."""
-    layer, activation = model.layer, model.layer.activation
+    activation = layer.activation
     kinds = ((guide, MeanFieldGuide), (layer, AdditiveLayer), (activation, KernelActivation))
     is_known = (
         are_plain(*kinds)
+        and guide._parameters.keys() >= {*_WEIGHTS}
         and activation.has_local_route
         and activation.kernel.is_fixed_number
         and activation.route != "dense"
@@ -202,7 +206,8 @@ def _frozen_moments(model: DAK, guide: Any) -> Callable[[Tensor], FunctionMoment
     )
     if not is_known:
         return partial(guide.moments, layer)
-    weights = guide.z_loc, guide.z_log_scale, guide.mu_loc, guide.mu_log_scale
+    # Not by attributes, for which modules of Pyro look in many places.
+    weights = [guide._parameters[name] for name in _WEIGHTS]
     constants = activation.local_constants(weights[0])
     make = partial(_moments_from_nodes, activation)
     return _FROM_NODES(guide, make, constants, *weights, layer.log_unit_scale)

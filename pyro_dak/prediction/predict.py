@@ -143,11 +143,12 @@ def predict(
     seed = 0 if seed is None else int(seed)
     check_inputs(model, x)
     device, own_device = model.layer.log_unit_scale.device, device_of(x)
-    likelihood: Likelihood = with_own_tensors(model.likelihood, own_device)
+    own: Any = model.likelihood
+    likelihood: Likelihood = with_own_tensors(own, own_device)
     has_classes = isinstance(likelihood, CategoricalLikelihood)
     needs_draws = has_classes and method == "mc"
-    own: Any = model.likelihood
-    number = None if model.calibration is None else float(model.calibration)
+    calibration = model.calibration
+    number = None if calibration is None else float(calibration)
     if number is not None:
         likelihood, own = (rescaled_likelihood(part, number) for part in (likelihood, own))
     parts: list[list[Tensor]] = []
@@ -298,7 +299,7 @@ def frozen_functions(
     modules = {} if guide is None else {"guide": guide}
     with (
         explaining(model, x, **modules),
-        evaluating(model, *modules.values()),
+        evaluating(model, *modules.values(), runs_programs=False),
         known_sites(model, given=sites or ()),
     ):
         moments_at = freeze_with_features(

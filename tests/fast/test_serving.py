@@ -110,6 +110,22 @@ def test_many_rows_have_the_moments_of_few():
         assert_close(many, torch.cat(few))
 
 
+@pytest.mark.filterwarnings("ignore:The grid is coarse")
+@pytest.mark.parametrize("num_functions", [1, 3])
+@pytest.mark.parametrize("level", [1, 3, 6])
+def test_sums_over_gathered_rows_are_those_of_blocks(level, num_functions, monkeypatch):
+    activation = KernelActivation(DyadicGrid(level, (-1.0, 1.0)), LaplaceKernel(0.7))
+    loc = torch.randn(num_functions, 2, activation.num_inducing)
+    moments = fixed_moments(activation, loc, loc.square())
+    nodes = activation.grid.inducing_points.unsqueeze(-1).expand(-1, 2)
+    h = torch.cat([2 * torch.rand(30, 2) - 1, torch.tensor([[-1.0, 0.999]]), nodes])
+    found = moments(h.mT.contiguous().mT)
+    assert moments.rows is not None
+    monkeypatch.setattr(serving, "_MAX_FEW", 0)
+    for own, other in zip(found, moments(h), strict=True):
+        assert_close(own, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("furthest", [0.9, 40.0])
 def test_blocks_of_rows_have_the_moments_of_all(furthest, monkeypatch):
     activation = KernelActivation(DyadicGrid(3, (-1.0, 1.0)))

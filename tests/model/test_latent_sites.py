@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from pyro.optim import Adam
 from torch import nn
 from torch.testing import assert_close
@@ -176,6 +176,16 @@ def test_a_hierarchical_prior_is_predicted_with_by_the_draws_of_its_guide():
         f = model.functions(model.unit_inputs(x), draw_sites(guide, 500, x[:1]))
     assert_close(found.mean, f.mean(0))
     assert_close(found.epistemic, f.var(0))
+
+
+def test_parameters_of_a_network_of_pyro_fill_no_store():
+    network = PyroModule[nn.Linear](3, 4)
+    network.weight = PyroParam(torch.randn(4, 3))
+    model = DAK(nn.Sequential(network), 4, num_units=2)
+    guide = MeanFieldGuide(model)
+    pyro.clear_param_store()
+    predict(model, guide, torch.randn(5, 3))
+    assert not pyro.get_param_store()
 
 
 def test_the_check_draws_nothing_and_fills_no_store():

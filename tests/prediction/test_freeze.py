@@ -22,6 +22,7 @@ from pyro_dak import (
     RBFKernel,
     predict,
 )
+from pyro_dak.additive.scaling import MinMax, build_scaling
 from pyro_dak.fast import serving
 from pyro_dak.fast.serving import affine_units
 from pyro_dak.prediction import freeze
@@ -386,7 +387,47 @@ def with_another_lengthscale(model, guide, x):
     model.layer.activation = KernelActivation(grid, LaplaceKernel(0.4))
 
 
+def moved_statistics(model, guide, x):
+    model.scaling.first.data.add_(1)
+
+
+def widened_statistics(model, guide, x):
+    model.scaling.second.numpy()[...] *= 4
+
+
+def with_other_statistics(model, guide, x):
+    model.scaling.first = torch.ones(2)
+
+
+def with_narrower_scaling(model, guide, x):
+    model.scaling.num_std = 2.0
+
+
+def with_other_bounds(model, guide, x):
+    model.scaling.bounds = (0.2, 0.8)
+
+
+def with_another_embedding(model, guide, x):
+    model.embedding.weight.data.mul_(2)
+
+
+def with_another_scaling(model, guide, x):
+    model.scaling = MinMax(2, (0.0, 1.0)).eval()
+
+
+def with_a_hook(model, guide, x):
+    model.scaling.register_forward_hook(lambda module, inputs, output: output / 2)
+
+
 CHANGES = (
+    moved_statistics,
+    widened_statistics,
+    with_other_statistics,
+    with_narrower_scaling,
+    with_other_bounds,
+    with_another_embedding,
+    with_another_scaling,
+    with_a_hook,
     scaled_in_place,
     scaled_without_a_trace,
     scaled_as_an_array,
@@ -415,7 +456,7 @@ def assert_moments_are_plain(model, guide, x):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_kept_nodes_are_never_those_of_other_weights(change):
+def test_what_is_kept_is_never_that_of_other_weights(change):
     model, guide, x = small_case()
     before = freeze(model, guide)(x)
     change(model, guide, x)
@@ -484,6 +525,30 @@ def test_many_nodes_are_not_kept(monkeypatch):
     monkeypatch.setattr(serving, "_MAX_KEPT_NUMBERS", 10)
     model, guide, x = small_case()
     assert num_tables(monkeypatch, lambda: [freeze(model, guide)(x) for _ in range(2)]) == 2
+
+
+def test_a_weight_that_is_no_parameter_any_more_counts():
+    model, guide, x = small_case()
+    freeze(model, guide)(x)
+    weight = guide.z_loc.detach() + 1
+    del guide.z_loc
+    guide.z_loc = weight
+    assert_moments_are_plain(model, guide, x)
+
+
+@pytest.mark.parametrize("scaling", ["standardize", "minmax", "none"])
+def test_the_options_of_a_scaling_are_all_numbers_that_its_map_depends_on(scaling):
+    own = build_scaling(scaling, 2, (0.0, 1.0))
+    first, second = torch.tensor([0.3, 0.4]), torch.tensor([0.5, 0.6])
+    gain, shift = own.affine(first, second)
+    numbers = [name for name, value in vars(own).items() if type(value) is float]
+    for name in [*numbers, "bounds"]:
+        before, value = own.options, getattr(own, name)
+        setattr(own, name, (0.1, 0.7) if name == "bounds" else value + 1)
+        changed = own.affine(first, second)
+        is_same = torch.equal(changed[0], gain) and torch.equal(changed[1], shift)
+        assert is_same or own.options != before
+        setattr(own, name, value)
 
 
 def test_kept_nodes_go_with_their_guide():
