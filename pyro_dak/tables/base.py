@@ -67,8 +67,9 @@ _NUM_FOLDS = 5
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
-# The number of bins of a column that is embedded.
+# The number of bins of an embedded column, and in how large tables columns are embedded unasked.
 _NUM_BINS = 8
+_MOST_EMBEDDED_COLUMNS, _MOST_EMBEDDED_ROWS = 128, 100_000
 # Inputs of these types are taken as they are; others become the first.
 _DTYPES = [np.float64, np.float32]
 
@@ -96,7 +97,7 @@ class Parameters:
     progress: bool = True
     input_units: bool = False
     categorical_features: Any = "from_dtype"
-    numeric_embedding: str | None = None
+    numeric_embedding: str | None = "auto"
 
 
 class TableEstimator(Parameters, BaseEstimator):
@@ -159,7 +160,7 @@ class TableEstimator(Parameters, BaseEstimator):
             check_probability("validation_fraction", self.validation_fraction)
         check_positive("learning_rate", self.learning_rate)
         if self.numeric_embedding is not None:
-            check_choice("numeric_embedding", self.numeric_embedding, ("piecewise",))
+            check_choice("numeric_embedding", self.numeric_embedding, ("auto", "piecewise"))
         for name in ("heteroscedastic", "early_stopping", "warm_start", "refit", "input_units"):
             value = getattr(self, name)
             if value not in (True, False) and not (name == "refit" and value is None):
@@ -235,7 +236,7 @@ class TableEstimator(Parameters, BaseEstimator):
         """Make one pass over these rows, which count as a sample of all rows seen so far."""
         is_first = not hasattr(self, "ensemble_")
         with self._unchanged_by_failure():
-            X, y, weights = self._validated(X, y, sample_weight, is_first, classes)
+            X, y, weights = self._validated(X, y, sample_weight, is_first, classes, is_part=True)
             seed = self._seed()
             if is_first:
                 self.num_rows_seen_ = 0.0
@@ -360,11 +361,12 @@ class TableEstimator(Parameters, BaseEstimator):
         is_first: bool,
         classes: Any = None,
         min_rows: int = 2,
+        is_part: bool = False,
     ) -> tuple[Array, Array, Array]:
         """Inputs, targets and weights of the rows whose weight is not zero.
 
         At the first call the scales of the columns are learned too, and those of the targets, or
-        their classes.
+        their classes. More rows will follow those of a part.
         """
         self._check_parameters()
         if y is None:
@@ -388,8 +390,7 @@ class TableEstimator(Parameters, BaseEstimator):
             X, y, weights = X[is_used], y[is_used], weights[is_used]
         if is_first:
             self._set_targets(y if classes is None else np.asarray(classes), weights)
-            num_bins = 0 if self.numeric_embedding is None else _NUM_BINS
-            columns = _learn(X, self._categorical_names(X), num_bins)
+            columns = _learn(X, self._categorical_names(X), self._num_bins(X, is_part), weights)
             table = X
             if not isinstance(X, pd.DataFrame):
                 table = pd.DataFrame(X, columns=columns.names, copy=False)
@@ -398,6 +399,17 @@ class TableEstimator(Parameters, BaseEstimator):
         if is_first:
             self.x_mean_, self.x_scale_ = scales("X", X, weights, smallest=1e-305, largest=1e305)
         return X, y, weights
+
+    def _num_bins(self, X: Any, is_part: bool) -> int:
+        """In how many bins columns of numbers are embedded, zero if they are not.
+
+        Unless asked for, they are not where they would become very many numbers, nor by quantiles
+        of the first few rows, nor where each number is a unit.
+        """
+        if self.numeric_embedding == "auto":
+            is_small = len(X) <= _MOST_EMBEDDED_ROWS and X.shape[1] <= _MOST_EMBEDDED_COLUMNS
+            return _NUM_BINS if is_small and not is_part and not self.input_units else 0
+        return 0 if self.numeric_embedding is None else _NUM_BINS
 
     def _validated_inputs(self, X: Any, is_first: bool, least_rows: int = 1) -> Any:
         """X as an array of numbers, or as a data frame whose columns are called by text.
@@ -621,11 +633,12 @@ def _names(number: int) -> list[str]:
     return [f"x{index}" for index in range(number)]
 
 
-def _learn(X: Any, categorical: list[str] | None, num_bins: int) -> Columns:
+def _learn(X: Any, categorical: list[str] | None, num_bins: int, weights: Array) -> Columns:
     """What the columns of an array or of a data frame are."""
     if isinstance(X, pd.DataFrame) or num_bins > 0:
         names = None if isinstance(X, pd.DataFrame) else _names(X.shape[1])
-        return learn_columns(pd.DataFrame(X, columns=names, copy=False), categorical, num_bins)
+        frame = pd.DataFrame(X, columns=names, copy=False)
+        return learn_columns(frame, categorical, num_bins, weights=weights)
     medians, with_missing = {}, []
     for name, column in zip(_names(X.shape[1]), X.T, strict=True):
         known = column[~np.isnan(column)]

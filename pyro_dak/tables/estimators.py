@@ -75,7 +75,9 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
             none of the known ones, with a warning.
         numeric_embedding: "piecewise" to give the network eight further columns for each column of
             numbers: how much of each of eight bins, between quantiles, lies below the number. Then
-            it can learn steps and bends of single columns more easily.
+            it can learn steps and bends of single columns more easily. "auto" does so for tables of
+            at most 128 columns and 100,000 rows, unless `input_units` is set or `partial_fit` comes
+            first; None never does.
 
     Attributes:
         ensemble_: the members; `ensemble_.members()` gives them as `DAK` and `MeanFieldGuide`.
@@ -383,8 +385,8 @@ def _suited(moments: FunctionMoments, held_out: Rows) -> tuple[Tensor, float]:
     A guide with independent weights may give f a variance that no other temperature mends: some
     rows are certain, and their draws scatter all the same. So the variance has a factor of its own,
     at most 1. Factor and temperature T are those under which single members make the labels most
-    probable, with a standard normal prior of log T, which the scores contain. Probabilities are
-    those of the probit approximation here, which needs no draws.
+    probable, with standard normal priors of their logarithms, which the scores contain.
+    Probabilities are those of the probit approximation here, which needs no draws.
     """
     found = []
     number = effective_number(held_out.weights)
@@ -393,7 +395,8 @@ def _suited(moments: FunctionMoments, held_out: Rows) -> tuple[Tensor, float]:
         scaled = _scaled(moments, temperature, factor)
         log_probs, _ = likelihoods.CategoricalLikelihood().class_probabilities(scaled, None)
         scores = _label_scores(log_probs, held_out.y, held_out.weights)
-        scores = scores + 0.5 * math.log(temperature) ** 2 / number
+        prior = 0.5 * (math.log(temperature) ** 2 + math.log(factor) ** 2)
+        scores = scores + prior / number
         found.append((float((shares * scores).sum()), scores, factor))
     return min(found, key=lambda one: one[0])[1:]
 

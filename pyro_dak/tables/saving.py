@@ -199,6 +199,8 @@ def _check_state(state: dict[str, Any], has_classes: bool) -> None:
     C = ensemble.model.num_outputs
     shapes = {"x_mean_": (D,), "x_scale_": (D,)}
     shapes |= {"classes_": (C,)} if has_classes else {"y_mean_": (C,), "y_scale_": (C,)}
+    if not has_classes and state["is_multi_output_"] not in ((True,) if C > 1 else (True, False)):
+        raise ValueError(f"`is_multi_output_` is {state['is_multi_output_']!r}, with {C} targets.")
     columns, num_columns = state["columns_"], D
     if columns is not None:
         num_columns = len(columns.names)

@@ -228,13 +228,15 @@ def learn_columns(
     categorical: Collection[str] | None = None,
     num_bins: int = 0,
     is_filled: bool = True,
+    weights: Array | None = None,
 ) -> Columns:
     """What the columns of a training table are, by their types.
 
     Categories are the columns named in `categorical`; by default those that hold text or are of
     pandas's type for categories. Dates are known by their types; texts are dates if all of them are
     written as in ISO 8601. Booleans are numbers. With `num_bins`, numbers with more than two values
-    are embedded in so many bins, whose edges are quantiles, or in fewer if quantiles are equal.
+    are embedded in so many bins, whose edges are quantiles of the rows with their weights, or in
+    fewer if quantiles are equal.
     With `is_filled`, missing numbers will be predicted from the other numbers of their row.
     """
     repeated = table.columns[table.columns.duplicated()]
@@ -259,7 +261,8 @@ def learn_columns(
         if _is_date(column):
             dates[name] = _cycles(known)
         if num_bins > 0 and len(known):
-            edges = np.unique(np.quantile(known, np.linspace(0, 1, num_bins + 1))).tolist()
+            own = np.ones(len(known)) if weights is None else weights[~np.isnan(numbers)]
+            edges = np.unique(_quantiles(known, own, np.linspace(0, 1, num_bins + 1))).tolist()
             bins |= {name: edges} if len(edges) > 2 else {}
     filling = learn_filling(np.column_stack(all_numbers)) if is_filled and with_missing else None
     return Columns([*table.columns], medians, with_missing, categories, dates, bins, filling)
@@ -426,6 +429,20 @@ def _cycles(days: Array) -> list[str]:
     cycles = [name for name, (_, least) in CYCLES.items() if span >= least]
     has_times = bool((days != np.floor(days)).any())
     return [name for name in cycles if name != "day" or has_times]
+
+
+def _quantiles(values: Array, weights: Array, shares: Array) -> Array:
+    """Quantiles of values that have weights.
+
+    The k-th value in their order is the quantile of the share of the weight below it, half of its
+    own included, where the first is that of 0 and the last that of 1; between them the quantiles
+    are linear. With equal weights these are `numpy.quantile`.
+    """
+    order = np.argsort(values, kind="stable")
+    below = np.cumsum(weights[order]) - 0.5 * weights[order]
+    span = below[-1] - below[0]
+    places = (below - below[0]) / span if span > 0 else np.linspace(0, 1, len(values))
+    return np.interp(shares, places, values[order])
 
 
 def _in_bins(x: Array, edges: Sequence[float]) -> list[Array]:

@@ -167,10 +167,11 @@ def is_large(path: Path) -> bool:
 
 def fit_files(estimator: TableEstimator, rows: TableRows) -> TableEstimator:
     """Train a `DAKRegressor` or a `DAKClassifier` on rows of files, and return it."""
-    if estimator.warm_start or not estimator.early_stopping or estimator.numeric_embedding:
+    is_embedded = estimator.numeric_embedding == "piecewise"
+    if estimator.warm_start or not estimator.early_stopping or is_embedded:
         raise NotImplementedError(
-            "Rows of files are for estimators without `warm_start` and `numeric_embedding`, and "
-            "with `early_stopping`."
+            "Rows of files are for estimators without `warm_start` and with `early_stopping`, "
+            'whose `numeric_embedding` is not "piecewise".'
         )
     estimator._check_parameters()
     with estimator._unchanged_by_failure():

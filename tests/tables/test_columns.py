@@ -50,7 +50,7 @@ def test_frames_are_learned_saved_and_loaded(kind, tmp_path):
     y = y if kind is DAKRegressor else y > 3
     model = kind(**OPTIONS).fit(X, y)
     assert model.score(X, y) > 0.7
-    assert (model.n_features_in_, len(model.x_mean_)) == (5, 3 + 4 + 4 + 4)
+    assert (model.n_features_in_, len(model.x_mean_)) == (5, 3 + 4 + 4 + 4 + 2 * 8)
     loaded = kind.load(model.save(tmp_path / "model"))
     assert loaded.columns_ == model.columns_
     np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
@@ -176,19 +176,34 @@ def test_quantiles_are_those_of_the_distribution():
         model.predict_quantiles(X, 1.0)
 
 
-def test_numbers_are_embedded_if_asked_for(tmp_path):
+def test_numbers_are_embedded(tmp_path):
     X, y = table(100)
     options = OPTIONS | {"epochs": 2}
     model = DAKRegressor(**options, numeric_embedding="piecewise").fit(X, y)
-    plain = DAKRegressor(**options).fit(X, y)
+    plain = DAKRegressor(**options, numeric_embedding=None).fit(X, y)
     assert len(model.x_mean_) == len(plain.x_mean_) + 2 * 8  # of `a` and `when`
     loaded = DAKRegressor.load(model.save(tmp_path / "model"))
     np.testing.assert_array_equal(loaded.predict(X), model.predict(X))
     numbers = np.random.default_rng(0).normal(size=(50, 2))
     assert len(model.fit(numbers, numbers[:, 0]).x_mean_) == 2 * 9
     assert model.predict(numbers).shape == (50,)
+    assert len(DAKRegressor(**options).fit(numbers, numbers[:, 0]).x_mean_) == 2 * 9
     with pytest.raises(ValueError, match="`numeric_embedding` must be one of"):
         DAKRegressor(**options, numeric_embedding="spline").fit(numbers, numbers[:, 0])
+
+
+def test_numbers_are_not_embedded_unasked_where_they_would_be_many_or_few_are_known():
+    rng = np.random.default_rng(0)
+    options = OPTIONS | {"epochs": 1, "early_stopping": False}
+    for X, settings in [
+        (rng.normal(size=(30, 129)), {}),
+        (rng.normal(size=(100_001, 1)), {"batch_size": 10_000}),
+        (rng.normal(size=(30, 2)), {"input_units": True}),
+    ]:
+        model = DAKRegressor(**(options | settings)).fit(X, X[:, 0])
+        assert len(model.x_mean_) == X.shape[1]
+    model = DAKRegressor(**options).partial_fit(X, X[:, 0])
+    assert len(model.x_mean_) == 2
 
 
 def test_arrays_of_a_model_of_frames_have_its_columns():
@@ -212,7 +227,8 @@ def test_frames_with_too_few_rows_or_columns_are_refused():
 
 def test_models_of_earlier_versions_take_frames_of_numbers_only():
     X = pd.DataFrame({"a": np.arange(30.0), "b": np.arange(30.0) ** 2})
-    model = DAKRegressor(**(OPTIONS | {"epochs": 2})).fit(X, X["a"])
+    options = OPTIONS | {"epochs": 2, "numeric_embedding": None}
+    model = DAKRegressor(**options).fit(X, X["a"])
     expected = model.predict(X)
     model.columns_ = None
     np.testing.assert_array_equal(model.predict(X), expected)

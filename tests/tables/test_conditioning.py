@@ -46,7 +46,7 @@ def test_rows_one_by_one_are_rows_at_once(ensemble_size, input_units):
 
 def test_the_result_is_bayes_rule_from_the_posterior_of_the_member():
     X, y = rows(20, seed=1)
-    model, test = fitted(ensemble_size=1), rows(15, seed=2)[0]
+    model, test = fitted(ensemble_size=1, numeric_embedding=None), rows(15, seed=2)[0]
     member, q = model.ensemble_.to(torch.float64).members()[0]
     mean, variance = (torch.from_numpy(v).squeeze() for v in (model.y_mean_, model.y_scale_))
     x = torch.from_numpy((X - model.x_mean_) / model.x_scale_).float().double()

@@ -59,7 +59,8 @@ def test_a_smooth_function_with_uneven_noise_is_learned(fitted):
 
 def test_prediction_is_the_mean_of_members_in_the_units_of_the_data():
     X, y = regression(50)
-    model = regressor(ensemble_size=2, epochs=2, early_stopping=False).fit(X, y)
+    options = {"ensemble_size": 2, "epochs": 2, "numeric_embedding": None}
+    model = regressor(early_stopping=False, **options).fit(X, y)
     x = torch.from_numpy((X - model.x_mean_) / model.x_scale_)
     ensemble = model.ensemble_.to(dtype=torch.float64)
     singles = [predict(m, g, x) for m, g in ensemble.members()]
@@ -257,8 +258,8 @@ def test_many_rows_are_predicted_as_few_are():
     """More rows than are computed at a time."""
     X, y = regression(9000)
     model = regressor(epochs=1, early_stopping=False, batch_size=4096).fit(X, y)
-    np.testing.assert_allclose(model.x_mean_, X.mean(0))
-    np.testing.assert_allclose(model.x_scale_, X.std(0))
+    np.testing.assert_allclose(model.x_mean_[:3], X.mean(0))
+    np.testing.assert_allclose(model.x_scale_[:3], X.std(0))
     parts = [model.predict(part) for part in np.array_split(X, 7)]
     np.testing.assert_allclose(model.predict(X), np.concatenate(parts), rtol=1e-10)
 

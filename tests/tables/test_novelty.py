@@ -35,7 +35,7 @@ def kolmogorov_distance(shares):
 
 
 def test_leverage_is_in_units_of_the_median_training_row():
-    estimator = fitted(ensemble_size=2)
+    estimator = fitted(ensemble_size=2, numeric_embedding=None)
     X, _ = make_rows(60)
     ensemble = estimator.ensemble_.to("cpu", torch.float64)
     x = torch.from_numpy(estimator._standardized(X, math.inf))

@@ -286,3 +286,20 @@ def test_embedded_numbers_are_shares_of_bins():
     assert Columns.from_json(json.loads(json.dumps(columns.to_json()))) == columns
     with pytest.raises(ValueError, match="increasing numbers"):
         Columns.from_json(columns.to_json() | {"bins": [["a", [1.0, 1.0]]]})
+
+
+def test_edges_of_bins_are_quantiles_of_weighted_rows():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=101)
+    table = pd.DataFrame({"a": values})
+    edges = learn_columns(table, num_bins=4).bins["a"]
+    np.testing.assert_allclose(edges, np.quantile(values, [0, 0.25, 0.5, 0.75, 1]))
+    is_used = rng.uniform(size=101) < 0.5
+    weights = np.where(is_used, 2.0, 1e-9)
+    edges = learn_columns(table, num_bins=4, weights=weights).bins["a"]
+    expected = np.quantile(values[is_used], [0.25, 0.5, 0.75])
+    gap = np.diff(np.sort(values[is_used])[8:-8]).max()  # the others may lie between two used ones
+    np.testing.assert_allclose(edges[1:4], expected, rtol=0, atol=gap)
+    far = np.where(is_used, values, 10 + values)
+    edges = learn_columns(pd.DataFrame({"a": far}), num_bins=4, weights=weights).bins["a"]
+    np.testing.assert_allclose(edges[1:4], expected, rtol=0, atol=gap)

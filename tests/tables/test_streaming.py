@@ -58,7 +58,8 @@ def test_columns_are_those_of_the_table_in_memory(folder):
 
 def test_scales_are_those_of_the_estimator_in_memory(folder):
     frame = read_table(folder)
-    inside = DAKRegressor(1, epochs=1, random_state=0, progress=False)
+    options = {"random_state": 0, "progress": False, "numeric_embedding": None}
+    inside = DAKRegressor(1, epochs=1, **options)
     inside.fit(frame.drop(columns="price"), frame["price"])
     scales = TableRows(folder, "price").scales
     for own, expected in zip(
