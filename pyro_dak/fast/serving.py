@@ -20,7 +20,7 @@ __all__ = ["FixedMoments", "KeptResults", "affine_units", "are_plain"]
 
 # So many numbers of each quantity are computed at a time. Larger tensors go back to the system as
 # soon as they are done with, and to get them anew costs more than to compute what is in them.
-_MAX_NUMBERS = 2**17
+_MAX_NUMBERS = 2**16
 # Results of more numbers than this are not kept.
 _MAX_KEPT_NUMBERS = 2**20
 
@@ -54,6 +54,38 @@ def _nodes(table: Tensor, low: int) -> _Nodes:
     pairs = torch.cat([flat[..., :-1], flat[:2, :, 1:]]).unbind()
     starts = torch.arange(-low, P * T - low, T, dtype=torch.int32, device=table.device)
     return _Nodes(pairs, low, low + T - 2, starts.unsqueeze(-1))
+
+
+class _Memory:
+    """Where blocks of rows are computed: new memory for each block would cost more than the sums.
+
+    Args:
+        size: how many unit inputs a block has at most.
+        like: a tensor of the dtype and on the device of the inputs.
+    """
+
+    def __init__(self, size: int, like: Tensor):
+        self.floats = like.new_empty(5, size).unbind()
+        self.places = like.new_empty(size, dtype=torch.int32)
+
+
+def _pick(out: Tensor, table: Tensor, places: Tensor) -> Tensor:
+    """The numbers of a table `(T,)` at some places, in `out`, which is like these."""
+    torch.index_select(table, 0, places.view(-1), out=out.view(-1))
+    return out
+
+
+def _fill_sinh_ratio(out: Tensor, a: Tensor, spare: Tensor, intervals: Intervals) -> None:
+    """Write `fused.sinh_ratio` of a to `out`, for a delta that is a number."""
+    coefficients, last = intervals.coefficients, intervals.last_coefficient
+    if isinstance(last, Tensor) or not coefficients:
+        out.copy_(sinh_ratio(a, intervals))
+        return
+    squares = torch.square(a, out=spare)
+    torch.add(coefficients[-2], squares, alpha=last, out=out)
+    for c in coefficients[-3::-1]:
+        torch.addcmul(c, out, squares, out=out)
+    out.mul_(a)
 
 
 class _NodeRows(NamedTuple):
@@ -156,13 +188,23 @@ class FixedMoments:
             moments = self._of_few(h)
             if moments is not None:
                 return moments
-        num_rows = max(1, _MAX_NUMBERS // max(1, h.shape[1] * self.table.shape[1]))
+        mean, var = self._of_blocks(h, self.table.shape[1], True)
+        return mean.mT, var.mT
+
+    def means(self, h: Float[Tensor, "n p"], num_functions: int) -> Float[Tensor, "n k"]:
+        """The means of the first functions alone."""
+        return self._of_blocks(h, num_functions, False)[0].mT
+
+    def _of_blocks(self, h: Tensor, num_functions: int, has_variance: bool) -> Tensor:
+        """Means and variances `(2, F, N)` of the first functions, or means alone, `(1, F, N)`."""
+        N, P = h.shape
         are_many = len(h) >= max(_MANY_ROWS, _MANY_ROWS_PER_NODE * self.intervals.num_nodes)
-        if len(h) <= num_rows:
-            return self._of_block(h, are_many)
-        blocks = [self._of_block(block, are_many) for block in h.split(num_rows)]
-        means, variances = zip(*blocks, strict=True)
-        return torch.cat(means), torch.cat(variances)
+        num_rows = max(1, min(N, _MAX_NUMBERS // max(1, P)))
+        memory = _Memory(num_rows * P, h)
+        result = h.new_empty(1 + has_variance, num_functions, N)
+        for block, out in zip(h.split(num_rows), result.split(num_rows, -1), strict=True):
+            self._of_block(block, are_many, memory, out)
+        return result
 
     def _of_few(self, h: Tensor) -> tuple[Tensor, Tensor] | None:
         """The moments in as few operations as possible, or None if some h is outside the nodes."""
@@ -186,32 +228,38 @@ class FixedMoments:
         mean, var = moments.chunk(2, 1)
         return mean, var
 
-    def _of_block(self, h: Tensor, are_many: bool) -> tuple[Tensor, Tensor]:
+    def _of_block(self, h: Tensor, are_many: bool, memory: "_Memory", out: Tensor) -> None:
+        """Write `_of_blocks` of a block of rows to `out`."""
         N, P = h.shape
-        x = h.new_empty(P, N)  # rows last in memory, whatever the strides of h
+        x, j, w0, w1, spare = (part[: N * P].view(P, N) for part in memory.floats)
+        places = memory.places[: N * P].view(P, N)
         torch.sub(h.mT, self.intervals.low, out=x).div_(self.intervals.spacing)
-        nodes, r = self.near, None
-        if are_many and self._is_near(x):
+        nodes, is_near = self.near, are_many and self._is_near(x)
+        if is_near:
             assert self.far is not None
             nodes = self.far
         else:
-            nearest = x.clamp(nodes.low, nodes.high)
-            r = x.sub_(nearest).abs_().mul_(-self.intervals.delta).exp_()
-            x = nearest
-        j = x.floor()
-        places = torch.add(nodes.origin, j.to(torch.int32))
+            torch.clamp(x, nodes.low, nodes.high, out=j)
+            beyond = x - j
+            x.copy_(j)
+        places.copy_(torch.floor(x, out=j)).add_(nodes.origin)
         a = x.sub_(j)
-        w1, w0 = sinh_ratio(a, self.intervals), sinh_ratio(1 - a, self.intervals)
-        if r is not None:
-            w0.mul_(r)  # w1 is 0 where r is not 1
+        _fill_sinh_ratio(w1, a, spare, self.intervals)
+        _fill_sinh_ratio(w0, torch.sub(1, a, out=j), spare, self.intervals)
+        if not is_near:
+            w0.mul_(beyond.abs_().mul_(-self.intervals.delta).exp_())  # w1 is 0 where this is not 1
             places.clamp_(0, nodes.parts[0].shape[1] - 1)  # of a NaN
-        places, shape = places.view(-1), (self.table.shape[1], P, N)
-        mean, var, cov, next_mean, next_var = (
-            part.index_select(1, places).view(shape) for part in nodes.parts
-        )
-        mean = mean.mul_(w0).addcmul_(w1, next_mean).sum(1)
-        var = var.mul_(w0).addcmul_(w1, cov).mul_(w0).addcmul_(w1.square_(), next_var).sum(1)
-        return mean.mT, var.mT
+        own, other = x, j  # which are not needed any more
+        # Torch picks numbers from a vector faster than from a matrix: one function at a time.
+        for f, mean in enumerate(out[0]):
+            _pick(own, nodes.parts[0][f], places).mul_(w0)
+            torch.sum(own.addcmul_(w1, _pick(other, nodes.parts[3][f], places)), 0, out=mean)
+        w1_squared = torch.square(w1, out=spare)
+        for f, var in enumerate(out[1] if len(out) > 1 else ()):
+            _pick(own, nodes.parts[1][f], places).mul_(w0)
+            own.addcmul_(w1, _pick(other, nodes.parts[2][f], places)).mul_(w0)
+            own.addcmul_(w1_squared, _pick(other, nodes.parts[4][f], places))
+            torch.sum(own, 0, out=var)
 
     def _is_near(self, x: Tensor) -> bool:
         """Whether all of x lies between nodes inside and outside the grid; makes these nodes."""

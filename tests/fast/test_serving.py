@@ -126,6 +126,18 @@ def test_sums_over_gathered_rows_are_those_of_blocks(level, num_functions, monke
         assert_close(own, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("furthest", [0.9, 1.9, 40.0])
+@pytest.mark.parametrize("num_rows", [1, 100, 3000])
+def test_means_alone_are_those_with_variances(num_rows, furthest, monkeypatch):
+    monkeypatch.setattr(serving, "_MAX_NUMBERS", 2500)
+    activation = KernelActivation(DyadicGrid(3, (-1.0, 1.0)))
+    loc = torch.randn(3, 2, 7)
+    moments = fixed_moments(activation, loc, loc.square())
+    h = torch.rand(num_rows, 2)
+    h[-1, 1] = furthest
+    assert_close(moments.means(h, 2), moments(h)[0][:, :2])
+
+
 @pytest.mark.parametrize("furthest", [0.9, 40.0])
 def test_blocks_of_rows_have_the_moments_of_all(furthest, monkeypatch):
     activation = KernelActivation(DyadicGrid(3, (-1.0, 1.0)))
