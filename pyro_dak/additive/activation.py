@@ -22,6 +22,7 @@ from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
 from pyro_dak.fast import bound, design, fused
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap, node_pattern
+from pyro_dak.fast.serving import FixedMoments
 from pyro_dak.fast.transforms import needs_plain_operations, outside_transforms
 from pyro_dak.validation import (
     check_choice,
@@ -368,6 +369,14 @@ class KernelActivation(nn.Module):
         """
         moment_map = self.local_constants(z_loc).moment_map
         return moment_map(torch.cat([z_loc, z_var], -1)).unflatten(-1, (3, -1)).movedim(-2, 0)
+
+    def fixed_moments(self, z_loc: Tensor, z_var: Tensor) -> FixedMoments:
+        """`combine_moments` as a function of h `(N, P)`, for weights that stay as they are.
+
+        Mean and variance are `(N, F)`, without gradients. The weights are those of `node_table`.
+        """
+        table = self.node_table(z_loc, z_var)
+        return FixedMoments(table, self.local_constants(table).intervals)
 
     def combine(
         self,

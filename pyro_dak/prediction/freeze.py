@@ -13,7 +13,7 @@ from pyro_dak.additive.gaussian import FunctionMoments, moments_of_draws
 from pyro_dak.additive.layer import AdditiveLayer
 from pyro_dak.additive.scaling import SCALINGS
 from pyro_dak.fast.compiling import Compiled
-from pyro_dak.fast.serving import FixedMoments, KeptResults, affine_units, are_plain
+from pyro_dak.fast.serving import KeptResults, affine_units, are_plain
 from pyro_dak.inference.densities import draw_functions
 from pyro_dak.inference.guides import MeanFieldGuide
 from pyro_dak.inference.guides.base import check_guide
@@ -222,9 +222,8 @@ def _moments_from_nodes(
     log_sigma: Tensor,
 ) -> Callable[[Tensor], FunctionMoments]:
     sigma = log_sigma.exp().unsqueeze(-1)
-    table = activation.node_table(sigma * z_loc, (sigma * z_log_scale.exp()).square())
+    of_units = activation.fixed_moments(sigma * z_loc, (sigma * z_log_scale.exp()).square())
     mu_var = (2 * mu_log_scale).exp()
-    of_units = FixedMoments(table, activation.local_constants(table).intervals)
 
     def moments(h: Tensor) -> FunctionMoments:
         mean, var = of_units(h)

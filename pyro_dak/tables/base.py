@@ -25,7 +25,7 @@ from pyro_dak.model.likelihoods import Likelihood
 from pyro_dak.model.modes import with_own_tensors
 from pyro_dak.prediction.results import NoveltyScores
 from pyro_dak.tables.conditioning import ConditionedMembers
-from pyro_dak.tables.ensemble import Ensemble, ensemble_plan, train
+from pyro_dak.tables.ensemble import Ensemble, FixedEnsemble, ensemble_plan, train
 from pyro_dak.tables.exporting import export_estimator, made_up_rows, raw_rows
 from pyro_dak.tables.filling import learn_filling
 from pyro_dak.tables.novelty import EnsembleNovelty, learn_novelty, reference_of
@@ -585,31 +585,43 @@ class TableEstimator(Parameters, BaseEstimator):
     ) -> Iterator[tuple[Ensemble, FunctionMoments, list[Tensor]]]:
         """q(f) of every member, one chunk of rows after the other, in float64.
 
-        In double precision the prediction of a row does not depend on the rows beside it. With
-        `novelty`, leverages `(N,)` come with each chunk, in a list, which is empty without.
+        With `novelty`, leverages `(N,)` come with each chunk, in a list, which is empty without.
+        """
+        conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
+        learned = self.__dict__.get("novelty_") if novelty else None
+        least = 1
+        if learned is not None:
+            learned = with_own_tensors(learned, self._device()).double()
+            least = len(learned.members[0].root)
+        for fixed, features in self._features(X, least):
+            with torch.no_grad():
+                leverages = [] if learned is None else [learned.leverage(features)]
+                ensemble = fixed.ensemble
+                if conditioned is None:
+                    yield ensemble, fixed.moments_from(features), leverages
+                else:
+                    yield ensemble, conditioned.moments(ensemble, features), leverages
+
+    def _features(self, X: Any, numbers: int = 1) -> Iterator[tuple[FixedEnsemble, Tensor]]:
+        """The features of every member, one chunk of rows after the other, in float64.
+
+        In double precision the prediction of a row does not depend on the rows beside it. `numbers`
+        says how many a row has at least; there are fewer rows in a chunk where they have many.
         """
         check_is_fitted(self)
         X = _encoded(self._validated_inputs(X, is_first=False), self.__dict__.get("columns_"))
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
-        numbers = ensemble.tensors["guide.mu_loc"].numel()  # E F
+        numbers = max(numbers, ensemble.tensors["guide.mu_loc"].numel())  # E F
         numbers = max(numbers, len(ensemble) * ensemble.model.feature_dim)
-        conditioned = self.__dict__.get("conditioned_")  # old files have none, nor
-        learned = self.__dict__.get("novelty_") if novelty else None
-        if learned is not None:
-            learned = with_own_tensors(learned, device).double()
-            numbers = max(numbers, len(learned.members[0].root))
+        with torch.no_grad():
+            fixed = FixedEnsemble(ensemble)
         for rows in tqdm(
             _chunks(len(X), numbers), "predict", delay=2, disable=not self.progress, leave=False
         ):
             x = self._standardized(X[rows], limit=1e100)
             with torch.no_grad():
-                features = ensemble.features(torch.from_numpy(x).to(device))
-                leverages = [] if learned is None else [learned.leverage(features)]
-                if conditioned is None:
-                    yield ensemble, ensemble.moments_from(features), leverages
-                else:
-                    yield ensemble, conditioned.moments(ensemble, features), leverages
+                yield fixed, ensemble.features(torch.from_numpy(x).to(device))
 
 
 def _check_shape(frame: pd.DataFrame, least_rows: int) -> None:

@@ -26,7 +26,7 @@ from pyro_dak.training.describe import describe, rebuild
 from pyro_dak.training.loop import Learner, Run
 from pyro_dak.training.plan import History, Plan
 
-__all__ = ["Ensemble", "Member", "Stack", "ensemble_plan", "train"]
+__all__ = ["Ensemble", "FixedEnsemble", "Member", "Stack", "ensemble_plan", "train"]
 
 Member = tuple[DAK, MeanFieldGuide]
 
@@ -247,19 +247,21 @@ class Ensemble(Stack):
 
     def _moments_at(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f of every member at the inputs of its units, `(E, N, F)` each."""
-        sigma = self.tensors["model.layer.log_unit_scale"].exp().unsqueeze(-1)  # (E, P, 1)
-        loc = self.tensors["guide.z_loc"].transpose(0, 1) * sigma  # (F, E, P, M)
-        scale = self.tensors["guide.z_log_scale"].exp().transpose(0, 1) * sigma
+        loc, var = self.scaled_weights()  # (E, F, P, M) each
         activation = self.model.layer.activation
-        if len(loc) <= _MAX_GATHERED_FUNCTIONS:
-            mean, var = activation.stacked_moments(h, loc, scale.square())
+        if loc.shape[1] <= _MAX_GATHERED_FUNCTIONS:
+            mean, var = activation.stacked_moments(h, loc.transpose(0, 1), var.transpose(0, 1))
             mean, var = mean.permute(1, 2, 0), var.permute(1, 2, 0)
         else:
-            mean, var = activation.combine_moments(
-                h.mT, loc.transpose(0, 1), scale.square().transpose(0, 1), route="dense"
-            )
+            mean, var = activation.combine_moments(h.mT, loc, var, route="dense")
         mu, mu_scale = self.tensors["guide.mu_loc"], self.tensors["guide.mu_log_scale"].exp()
         return mean + mu.unsqueeze(-2), var + mu_scale.square().unsqueeze(-2)
+
+    def scaled_weights(self) -> tuple[Tensor, Tensor]:
+        """Means and variances of sigma_p z_p of every member, `(E, F, P, M)` each."""
+        sigma = self.tensors["model.layer.log_unit_scale"].exp()[:, None, :, None]  # (E, 1, P, 1)
+        scale = self.tensors["guide.z_log_scale"].exp() * sigma
+        return self.tensors["guide.z_loc"] * sigma, scale.square()
 
     def lost_variance(self, h: Tensor) -> Tensor | float:
         """What the grids lose of the variance of f at h `(E, P, N)`, `(E, N, 1)`.
@@ -310,6 +312,53 @@ class Ensemble(Stack):
         if log_scale is None:
             return self.model.likelihood
         return self.model.likelihood.with_noise(log_scale.reshape(len(self), 1, -1))
+
+
+class FixedEnsemble:
+    """An ensemble whose weights stay as they are: q(f) in fewer operations, without gradients."""
+
+    def __init__(self, ensemble: Ensemble):
+        self.ensemble = ensemble
+        tensors, E = ensemble.tensors, len(ensemble)
+        mu, mu_scale = tensors["guide.mu_loc"], tensors["guide.mu_log_scale"].exp()
+        self.mu, self.mu_var = mu.unsqueeze(-2), mu_scale.square().unsqueeze(-2)  # (E, 1, F)
+        self.has_input_units = ensemble.model.num_input_units > 0
+        if not self.has_input_units:
+            statistics = tensors["model.scaling.first"], tensors["model.scaling.second"]
+            gain, shift = ensemble.model.scaling.affine(*statistics)
+            self.shift = shift.unsqueeze(-1)  # (E, P, 1)
+            self.weight = gain.unsqueeze(-1) * tensors["model.embedding.weight"]  # (E, P, D_w)
+        loc, var = ensemble.scaled_weights()  # (E, F, P, M) each
+        self.members: list[Any] = []
+        if loc.shape[1] <= _MAX_GATHERED_FUNCTIONS:
+            make = ensemble.model.layer.activation.fixed_moments
+            self.members = [make(*weights) for weights in zip(loc, var, strict=True)]
+            # The sum over the members is one function of the units of all of them.
+            self.average = make(*(part.transpose(0, 1).flatten(1, 2) / E for part in (loc, var)))
+
+    def unit_inputs(self, features: Tensor) -> Tensor:
+        """`Ensemble.unit_inputs`, where embedding and scaling are one map, `(E, P, N)`."""
+        if self.has_input_units:
+            return self.ensemble.unit_inputs(features)
+        return torch.baddbmm(self.shift, self.weight, features)
+
+    def moments_from(self, features: Tensor) -> FunctionMoments:
+        """`Ensemble.moments_from`."""
+        if not self.members:
+            return self.ensemble.moments_from(features)
+        h = self.unit_inputs(features)
+        found = [moments(rows) for moments, rows in zip(self.members, h.mT, strict=True)]
+        mean, var = (torch.stack(parts) for parts in zip(*found, strict=True))
+        var = var + self.mu_var + self.ensemble.lost_variance(h)
+        return FunctionMoments(mean + self.mu, var)
+
+    def mean_from(self, features: Tensor, num_functions: int) -> Tensor:
+        """The mean of the first functions, averaged over the members, `(N, num_functions)`."""
+        if not self.members:
+            return self.ensemble.moments_from(features).mean[..., :num_functions].mean(0)
+        h = self.unit_inputs(features).flatten(0, 1)  # (E P, N)
+        mu = self.mu[..., :num_functions].mean(0)
+        return self.average.means(h.mT, num_functions) + mu
 
 
 def _state(model: DAK, guide: nn.Module) -> dict[str, Tensor]:

@@ -222,8 +222,19 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y, `(N,)` or `(N, C)`; with `return_std` also its standard deviation."""
+        if not return_std and self.__dict__.get("conditioned_") is None:
+            return self._predict_mean(X)
         prediction = self._predict_dist(X)
         return (prediction.mean, prediction.std) if return_std else prediction.mean
+
+    def _predict_mean(self, X: Any) -> Array:
+        """The mean of y without variances: those of f are first among the functions."""
+        parts = []
+        for fixed, features in self._features(X):
+            with torch.no_grad():
+                parts.append(fixed.mean_from(features, len(self.y_mean_)).cpu().numpy())
+        mean = self.y_mean_ + self.y_scale_ * np.concatenate(parts)  # (N, C)
+        return mean if self.is_multi_output_ else mean[:, 0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
         """Both ends of the central interval with probability `level`, `(N, 2)` or `(N, C, 2)`."""

@@ -19,7 +19,7 @@ from pyro_dak import (
     predict,
 )
 from pyro_dak.inference.objectives import ClosedFormELBO, LocalReparamELBO
-from pyro_dak.tables.ensemble import Ensemble, Stack, ensemble_plan, train
+from pyro_dak.tables.ensemble import Ensemble, FixedEnsemble, Stack, ensemble_plan, train
 from pyro_dak.tables.rows import Rows
 
 LIKELIHOODS = {
@@ -112,6 +112,26 @@ def test_predictions_are_those_of_the_members(num_outputs):
         assert_close(mean[index], single.mean)
         assert_close(epistemic[index], single.epistemic)
         assert_close(aleatoric[index], single.aleatoric)
+
+
+@pytest.mark.parametrize("num_outputs", [2, 7])
+@pytest.mark.parametrize("options", [{}, {"input_units": 3}])
+@pytest.mark.parametrize("num_rows", [30, 3000])
+def test_fixed_weights_have_the_moments_of_others(options, num_outputs, num_rows):
+    """Seven outputs have fourteen functions, which are too many for gathers."""
+    members = [member(seed, num_outputs=num_outputs, **options) for seed in range(3)]
+    ensemble = Ensemble(members)
+    x, _ = data(num_rows)
+    ensemble.training_terms(2 * x[:30] + 1)  # running statistics that are not the initial ones
+    with torch.no_grad():
+        features = ensemble.features(x)
+        fixed = FixedEnsemble(ensemble)
+        expected = ensemble.moments_from(features)
+        found = fixed.moments_from(features)
+        means = fixed.mean_from(features, num_outputs)
+    assert_close(found.mean, expected.mean, rtol=1e-12, atol=1e-12)
+    assert_close(found.var, expected.var, rtol=1e-12, atol=1e-12)
+    assert_close(means, expected.mean[..., :num_outputs].mean(0), rtol=1e-12, atol=1e-12)
 
 
 def test_training_is_that_of_fit():

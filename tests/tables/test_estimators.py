@@ -72,6 +72,23 @@ def test_prediction_is_the_mean_of_members_in_the_units_of_the_data():
     np.testing.assert_allclose(std**2, expected)
 
 
+@pytest.mark.parametrize("num_outputs", [1, 2])
+@pytest.mark.parametrize("heteroscedastic", [True, False])
+def test_means_alone_are_those_of_the_distribution(num_outputs, heteroscedastic):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 2))
+    y = X[:, 0] if num_outputs == 1 else 3 + X * [1.0, 40.0]
+    options = {"epochs": 2, "ensemble_size": 2, "heteroscedastic": heteroscedastic}
+    model = DAKRegressor(random_state=0, **options).fit(X, y)
+    for _ in range(2):
+        expected = model.predict_dist(X)
+        np.testing.assert_allclose(model.predict(X), expected.mean, rtol=1e-12, atol=1e-12)
+        mean, std = model.predict(X, return_std=True)
+        np.testing.assert_array_equal(mean, expected.mean)
+        np.testing.assert_array_equal(std, expected.std)
+        model.partial_fit(X[:5], y[:5])
+
+
 def test_same_seed_same_model_and_another_another():
     X, y = regression(60)
     one, same, other = (
