@@ -86,7 +86,7 @@ class UnitConstants(NamedTuple):
 def _exact_constants(level: int, delta: float) -> list[Tensor]:
     """Constants of levels and features, and the matrices, sparse; in float64 on the CPU."""
     L = bridge.node_factor(level, delta)
-    matrices = (L, fused.interval_matrix(L), fused.node_matrix(L, delta))
+    matrices = (L, fused.interval_matrix(L, math.exp(-delta)), fused.node_matrix(L, delta))
     return [*level_constants(level, delta), *bridge.feature_constants(level, delta), *matrices]
 
 

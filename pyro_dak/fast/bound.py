@@ -17,10 +17,8 @@ from pyro_dak.annotations import Float
 from pyro_dak.fast.fused import (
     Intervals,
     LinearMap,
-    grad_normal,
     second_derivative_error,
     sinh_ratio,
-    twice_kl,
 )
 
 __all__ = ["GaussianBound"]
@@ -54,33 +52,39 @@ class GaussianBound(torch.autograd.Function):
         table_map: LinearMap,
         intervals: Intervals,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        (N, F), P = y.shape, len(log_sigma)
-        z_var, mu_var = (2 * log_scale).exp_(), (2 * mu_log_scale).exp_()
-        sigma = log_sigma.exp().unsqueeze(-1)
+        (N, F), (_, P, M) = y.shape, loc.shape
+        # The numbers of z and mu are computed together: all means, then all scales.
+        flat = torch.cat([loc.view(-1), mu, log_scale.view(-1), mu_log_scale])
+        locs, log_scales = flat.view(2, -1).unbind()
+        variances = (2 * log_scales).exp_()
+        z_var, mu_var = variances.split((F * P * M, F))
+        z_var, sigma = z_var.view(F, P, M), log_sigma.exp()
         table = table_map.units_last(torch.cat([loc, z_var], -1))  # (F, 5 R, P)
-        j, w = _two_nodes(h, sigma, intervals)
-        units = torch.arange(P, device=j.device).unsqueeze(-1)
-        places = torch.add(units, j, alpha=P).view(-1)
-        picked = table.reshape(5 * F, -1).index_select(1, places).view(F, 5, P, N)
-        means, s, (w0, w1) = picked[:, :2], picked[:, 2:4], w.unbind()
-        s.mul_(w)
-        s[:, 0].addcmul_(w1, picked[:, 4], value=0.5)
-        s[:, 1].addcmul_(w0, picked[:, 4], value=0.5)
-        r = torch.sub(y.mT, (means * w).sum((1, 2))).sub_(mu.unsqueeze(-1))  # (F, N)
-        Q = torch.mv(s.reshape(F, -1), w.view(-1)).add_(mu_var, alpha=N).sum()
-        Q.add_(torch.linalg.vector_norm(r).square())
+        places, w = two_nodes_and_products(h, sigma, intervals)
+        picked = table.reshape(5 * F, -1).index_select(1, places).view(F, 5, N, P)
+        terms = picked * w
+        r = (y - mu).mT.sub(terms[:, :2].sum((1, 3)))  # (F, N)
+        Q = terms[:, 2:].sum().addcmul_(norm := torch.linalg.vector_norm(r), norm)
+        Q.add_(mu_var.sum(), alpha=N)
         p, log_s = (-2 * log_noise).exp_().view(()), log_noise.view(())
         expected = (Q * p).add_(log_s, alpha=2 * N * F).add_(N * F * _LOG_2PI).mul_(-0.5)
-        kl = twice_kl(loc, log_scale, z_var).add_(twice_kl(mu, mu_log_scale, mu_var)).div_(2)
-        # The gradient by the weight of node k, sum_f r mean_k - s_k, but for the factor p.
-        by_weight = means.mul_(r.view(F, 1, 1, N)).sub_(s)
-        by_weight = by_weight[0] if F == 1 else by_weight.sum(0)
-        squares = intervals.squares.index_select(0, j.view(-1)).view(P, N).mul_(sigma * sigma)
-        slope0, slope1 = torch.addcmul(squares, w, w).sqrt_().mul_(by_weight).unbind()
-        # Units last in memory, which batch normalisation needs to be fast.
-        by_h = torch.sub(slope1.mT, slope0.mT, out=h.new_empty(N, P))
-        by_z = table_map.transpose(_by_table(r, places, w, table[0].numel() // 5))
-        ctx.save_for_backward(loc, z_var, mu, mu_var, by_h, by_z, r, Q, p, intervals.slope)
+        # From here on gradients but for the factor p; first that by the moments picked.
+        by_picked = _by_picked(r, w)
+        by_h = by_inputs(by_picked, picked, intervals).mul_(p * intervals.slope)
+        by_z = table_map.transpose(_by_table(by_picked, places, table.shape))
+        by_loc, by_z_var = by_z.split(M, -1)
+        by_log_scale = (by_z_var * z_var).mul_(2)
+        # The mean of f grows with sigma, its variance with the square.
+        by_log_sigma = torch.addcmul(by_log_scale, loc, by_loc).sum((0, 2))
+        by_noise = Q.sub(N * F / p)
+        parts = (by_loc, r.sum(-1), by_log_scale, mu_var * -N, by_log_sigma, by_noise)
+        by_all = torch.cat([part.reshape(-1) for part in parts]).mul_(p)
+        # That of the KL: the means, and the variances less 1, in the place of the scales.
+        excess = variances.sub_(1)
+        kl = torch.sub(excess, log_scales, alpha=2).sum().add_(torch.dot(locs, locs)).div_(2)
+        log_scales.copy_(excess)
+        ctx.save_for_backward(by_h, by_all, flat)
+        ctx.sizes, ctx.shape = (F * P * M, F, F * P * M, F, P, 1), loc.shape
         ctx.noise_shape = log_noise.shape
         return expected, kl
 
@@ -88,54 +92,85 @@ class GaussianBound(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
-        loc, z_var, mu, mu_var, by_h, by_z, r, Q, p, slope = ctx.saved_tensors
-        (F, N), factor = r.shape, grad * p
-        grad_loc, grad_z_var = (by_z * factor).chunk(2, -1)
-        # The mean of f grows with sigma, its variance with the square.
-        grad_log_sigma = torch.addcmul(loc * grad_loc, z_var, grad_z_var, value=2).sum((0, 2))
-        grad_mu, grad_mu_var = r.sum(-1).mul_(factor), (factor * (-0.5 * N)).expand(F)
-        grad_noise = (Q * factor).sub_(grad, alpha=N * F).view(ctx.noise_shape)
+        by_h, by_all, by_kl = ctx.saved_tensors
+        total = by_all * grad
+        total[: len(by_kl)].addcmul_(by_kl, grad_kl)
+        loc, mu, log_scale, mu_log_scale, log_sigma, log_noise = total.split(ctx.sizes)
         return (
-            by_h * (factor * slope),
+            by_h * grad,
             None,
-            *grad_normal(grad_loc, grad_z_var, grad_kl, loc, z_var),
-            grad_log_sigma,
-            *grad_normal(grad_mu, grad_mu_var, grad_kl, mu, mu_var),
-            grad_noise,
+            loc.view(ctx.shape),
+            log_scale.view(ctx.shape),
+            log_sigma,
+            mu,
+            mu_log_scale,
+            log_noise.view(ctx.noise_shape),
             None,
             None,
         )
 
 
-def _two_nodes(h: Tensor, sigma: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
-    """`fused.two_nodes` for h `(N, P)` and sigma `(P, 1)`, `(P, N)` and `(2, P, N)`."""
+def two_nodes_and_products(h: Tensor, sigma: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
+    """Where each input finds its interval, `(N P,)`, and (w0, w1, w0^2, w1^2, w0 w1), `(5, N, P)`.
+
+    These are `fused.two_nodes` for h `(N, P)` and sigma `(P,)`, and what the five numbers of an
+    interval are multiplied with. With units last in memory, neighbours there are of different
+    units, which do not wait for each other where they are added up by interval.
+    """
     M, (N, P) = intervals.num_nodes, h.shape
-    x = torch.sub(h.mT, intervals.low, out=h.new_empty(P, N)).div_(intervals.spacing)
+    x = torch.sub(h, intervals.low).div_(intervals.spacing)
     j = x.clamp(0, M).long().clamp_(0, M)  # also of a NaN
     nearest = x.clamp(1, M)
     decay = x.sub_(nearest).abs_().mul_(-intervals.delta).exp_().mul_(sigma)
-    a = x.new_empty(2, P, N)
+    a = x.new_empty(2, N, P)
     left, right = a.unbind()
     torch.sub(nearest, j, out=right)
     torch.sub(intervals.ends[0, 0], right, out=left)
-    return j, sinh_ratio(a, intervals).mul_(decay)
-
-
-def _by_table(r: Tensor, places: Tensor, w: Tensor, num_places: int) -> Tensor:
-    """Gradient of the expectation by the table, `(F, 5 R, P)`, but for the factor p.
-
-    In an interval the means of a function get sums of w_k r. The variances get -1/2 times sums of
-    w_k^2, and twice the covariance -1/2 times the sum of w0 w1, for all functions alike.
-    """
-    (F, N), (_, P, _) = r.shape, w.shape
-    values = w.new_empty(2 * F + 3, P, N)
-    means, squares, products = values.split((2 * F, 2, 1))
-    torch.mul(w, r.view(F, 1, 1, N), out=means.view(F, 2, P, N))
+    products = x.new_empty(5, N, P)
+    w, squares, both = products.split((2, 2, 1))
+    torch.mul(sinh_ratio(a, intervals), decay, out=w)
     torch.mul(w, w, out=squares)
-    torch.mul(w[0], w[1], out=products[0])
-    sums = values.new_zeros(len(values), num_places)
-    sums.scatter_add_(1, places.expand(len(values), -1), values.view(len(values), -1))
-    sums[2 * F :].mul_(-0.5)
+    torch.mul(w[:1], w[1:], out=both)
+    return torch.add(torch.arange(P, device=j.device), j, alpha=P).view(-1), products
+
+
+def _by_picked(r: Tensor, w: Tensor) -> Tensor:
+    """Gradient of the expectation by means and other moments at the nodes, `(2 F + 3, N, P)`.
+
+    Those of a function's means are w_k r; the variances get -w_k^2 / 2, and twice the covariance
+    -w0 w1 / 2, for all functions alike. All are without the factor p; w is changed.
+    """
+    F, N = r.shape
+    w[2:].mul_(-0.5)
+    if F == 1:
+        w[:2].mul_(r.view(N, 1))
+        return w
+    return torch.cat([(w[:2] * r.view(F, 1, N, 1)).flatten(0, 1), w[2:]])
+
+
+def by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tensor:
+    """Gradient of h `(N, P)`, from that by the moments picked, of `_by_picked`.
+
+    In an interval the slope of a function with values g0 and g1 at the nodes has the values
+    coth(delta) g_k - g_{1-k} / sinh(delta) at the nodes, times delta / spacing and +1 on the right,
+    -1 on the left, and between them the same weights as the function itself. `Intervals.slopes` has
+    what follows from it for the five numbers of an interval.
+    """
+    F, five, N, P = picked.shape
+    slopes = torch.matmul(intervals.slopes, picked.view(F, five, -1)).view(F, five, N, P)
+    if F == 1:
+        return (slopes[0] * by_picked).sum(0)
+    of_means, others = by_picked.split((2 * F, 3))
+    by_h = slopes[:, :2].flatten(0, 1).mul_(of_means).sum(0)
+    return by_h.add_(slopes[:, 2:].sum(0).mul_(others).sum(0))
+
+
+def _by_table(by_picked: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Gradient by the table, `(F, 5 R, P)`: the sums of `_by_picked` over the rows."""
+    F, _, P = shape
+    values = by_picked.view(len(by_picked), -1)
+    sums = values.new_zeros(len(values), shape[1:].numel() // 5)
+    sums.scatter_add_(1, places.expand(len(values), -1), values)
     if F > 1:
         shared = sums[2 * F :].reshape(1, -1).expand(F, -1)
         sums = torch.cat([sums[: 2 * F].view(F, -1), shared], 1)

@@ -57,7 +57,8 @@ class Intervals(NamedTuple):
     as tensors where torch would otherwise convert them at each call. `slope` is delta / spacing.
     `squares`, `(M + 1,)`, holds 1 / sinh(delta)^2 for the intervals between two nodes and 0 for the
     two unbounded ones. `ends` is (1, 0) and `signs` is (-1, 1), both `(2, 1, 1, 1)`. `coefficients`
-    are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number.
+    are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number. `slopes`,
+    `(5, 5)`, are those of `_slopes`.
 
     Where units have a delta each (`unit_intervals`), it is `(P, 1)`, and so are the slope and the
     coefficients; `squares` is `(M + 1, P)`, and `last_coefficient` is `(P, 1)` too.
@@ -71,6 +72,7 @@ class Intervals(NamedTuple):
     signs: Tensor
     coefficients: tuple[Tensor, ...]
     last_coefficient: float | Tensor
+    slopes: Tensor
     delta: float | Tensor
     num_nodes: int
 
@@ -93,8 +95,34 @@ def intervals_of_grid(
     low_, spacing_, slope = cast[:3]
     ends, signs = cast[3:7].view(2, 2, 1, 1, 1)
     last = coefficients[-1] if coefficients else math.nan
-    constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last)
+    slopes = _slopes(delta).to(device, dtype)
+    constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last, slopes)
     return Intervals(low_, spacing_, slope, *constants, delta, num_nodes)
+
+
+def _slopes(delta: float) -> Tensor:
+    """From the five numbers of an interval to those of its slopes, `(5, 5)`, but for slope.
+
+    With means m0, m1 at the nodes, variances v0, v1 and twice the covariance c, the slope of w0 m0
+    + w1 m1 is slope (w0 m0' + w1 m1'), and that of w0^2 v0 + w1^2 v1 + w0 w1 c is slope (w0^2 v0' +
+    w1^2 v1' + w0 w1 c'). As the slope of w0 is -(coth(delta) w0 + w1 / sinh(delta)), and that of w1
+    the same with both exchanged and the sign +,
+
+        m0' = k m1 - l m0,  m1' = l m1 - k m0,
+        v0' = k c - 2 l v0,  v1' = 2 l v1 - k c,  c' = 2 k (v1 - v0),
+
+    where k = 1 / sinh(delta) and l = coth(delta). This holds outside the grid too if the nodes that
+    do not exist are exp(-delta) times their neighbours.
+    """
+    k, c = 2 * math.exp(-delta) / -math.expm1(-2 * delta), 1 / math.tanh(delta)
+    rows = [
+        [-c, k, 0, 0, 0],
+        [-k, c, 0, 0, 0],
+        [0, 0, -2 * c, 0, k],
+        [0, 0, 0, 2 * c, -k],
+        [0, 0, -2 * k, 2 * k, 0],
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Intervals:
@@ -197,16 +225,18 @@ class LinearMap:
         return _SparseProduct.apply(flat, self.matrix, self.transposed)
 
 
-def interval_matrix(L: Float[Tensor, "m m"]) -> Float[Tensor, "five_m_plus_5 two_m"]:
+def interval_matrix(
+    L: Float[Tensor, "m m"], decay: float = 0.0
+) -> Float[Tensor, "five_m_plus_5 two_m"]:
     """From means and variances of independent z, `(2 M,)`, to five numbers per interval; float64.
 
     Row blocks: the means of the left nodes of intervals 0 to M, the means of their right nodes, the
-    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1, which do not
-    exist, have zeros. L is L_U with sorted rows, sparse: row j - 1 maps z to g at node j. It has
-    O(M log M) non-zeros, and so has the result.
+    variances of both likewise, and twice the covariance of the two. Nodes 0 and M + 1 do not exist;
+    they are `decay` times their neighbours, by default zeros. L is L_U with sorted rows, sparse:
+    row j - 1 maps z to g at node j. It has O(M log M) non-zeros, and so has the result.
     """
-    outside = torch.zeros_like(L.index_select(0, torch.tensor([0])))
-    left, right = torch.cat([outside, L]).coalesce(), torch.cat([L, outside]).coalesce()
+    before, after = (decay * L.index_select(0, torch.tensor([row])) for row in (0, len(L) - 1))
+    left, right = torch.cat([before, L]).coalesce(), torch.cat([L, after]).coalesce()
     return _side_by_side([left, right], [left * left, right * right, 2 * (left * right)])
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak.fast.compiling import Compiled
+from pyro_dak.fast.optimizer import total_norm
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
@@ -137,11 +138,13 @@ class Learner:
     def clip_gradients(self, parameters: Sequence[Tensor], clip_norm: float | None) -> Tensor:
         """Scale the gradient down to norm `clip_norm`, and return its norm before."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        # Elsewhere than on the CPU a look at the norm would wait for the device.
-        is_small = norm.is_cpu and float(norm) + 1e-6 <= (clip_norm or math.inf)
-        if clip_norm is not None and not is_small:
+        norm = total_norm(gradients)
+        if clip_norm is None:
+            return norm
+        if not norm.is_cpu:  # a look at the norm would wait for the device
             nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        elif not (total := float(norm) + 1e-6) <= clip_norm:
+            torch._foreach_mul_(gradients, clip_norm / total)
         return norm
 
 

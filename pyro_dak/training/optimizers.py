@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pyro_dak.fast.optimizer import few_calls_class
+
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
@@ -50,9 +52,11 @@ def build_optimizers(groups: Sequence[Group], fused: bool) -> list[Optimizer]:
     optimizers = []
     for name, same in groupby(filled, lambda group: group["optimizer"]):
         options: dict[str, Any] = {"momentum": 0.9} if name == "sgd" else {}
+        own, kind = [*same], OPTIMIZERS[name]
         if fused and name in ("adam", "adamw", "sgd"):
             options["fused"] = True
-        optimizers.append(OPTIMIZERS[name]([*same], **options))
+            kind = few_calls_class(kind, [p for group in own for p in group["params"]])
+        optimizers.append(kind(own, **options))
     return optimizers
 
 
@@ -79,7 +83,7 @@ def load_optimizers(optimizers: Sequence[Optimizer], tensors: Mapping[str, Tenso
     left = dict(tensors)
     states: list[tuple[Optimizer, Tensor, dict[str, Tensor]]] = []
     for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
-        keys, state = _STATE_KEYS[type(optimizer)], dict[str, Tensor]()
+        keys, state = _state_keys(optimizer), dict[str, Tensor]()
         if not any(f"{index}.{key}" in left for key in keys):  # it has had no gradient yet
             if tensors and isinstance(optimizer, torch.optim.SGD):  # takes all buffers or none
                 states.append(
@@ -112,6 +116,11 @@ def load_optimizers(optimizers: Sequence[Optimizer], tensors: Mapping[str, Tenso
         raise ValueError(f"`optimizer.{next(iter(left))}` belongs to no parameter.")
     for optimizer, parameter, state in states:
         optimizer.state[parameter] = state
+
+
+def _state_keys(optimizer: Optimizer) -> tuple[str, ...]:
+    """The names of the tensors that an optimiser keeps for a parameter."""
+    return next(keys for kind, keys in _STATE_KEYS.items() if isinstance(optimizer, kind))
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Tensor]]:
