@@ -10,6 +10,7 @@ from benchmarks.timing import Timing
 from models.shared.baseline import Baseline
 from models.shared.dak import DAKBaseline
 from pyro_dak.fast.compiling import Compiled
+from pyro_dak.fast.optimizer import few_calls_class
 from pyro_dak.training.optimizers import build_optimizers
 from pyro_dak.training.plan import Plan
 
@@ -53,7 +54,7 @@ def training_step(
         loss.forward = Compiled(loss.forward)  # as `fit(compile=True)` does for DAK
     loss.train()
     groups = Plan(learning_rate=learning_rate).groups(*loss.parameter_groups())
-    (optimizer,) = build_optimizers(groups, fused=True)
+    (optimizer,) = build_optimizers(groups, fused=True, class_fn=few_calls_class)
     parameters = [p for group in groups for p in group["params"]]
 
     def step(x: Tensor, y: Tensor) -> None:

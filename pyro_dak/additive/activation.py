@@ -20,7 +20,7 @@ from pyro_dak.additive.factor import (
 )
 from pyro_dak.additive.grid import DyadicGrid
 from pyro_dak.additive.kernels import Kernel, LaplaceKernel
-from pyro_dak.fast import bound, design, fused
+from pyro_dak.fast import bound, design, fused, natural
 from pyro_dak.fast.lengthscales import NodePattern, UnitMap, node_pattern
 from pyro_dak.fast.serving import FixedMoments
 from pyro_dak.fast.transforms import needs_plain_operations, outside_transforms
@@ -518,6 +518,27 @@ class KernelActivation(nn.Module):
         """Mean, variance and design of `design.design_moments`, from the moments of node values."""
         intervals = self.local_constants(h).intervals
         return design.design_moments(h, log_sigma, loc, covariance, intervals, linear)
+
+    def gaussian_rows(
+        self,
+        h: Tensor,
+        y: Tensor,
+        log_sigma: Tensor,
+        log_noise: Tensor,
+        q: natural.FixedNodes,
+        linear: tuple[float, float] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The results of `natural.GaussianRows`, where functions are known from their nodes."""
+        intervals = self.local_constants(h).intervals
+        return natural.GaussianRows.apply(h, y, log_sigma, log_noise, q, intervals, linear)
+
+    def fixed_nodes(
+        self, loc: Tensor, mean: Tensor, var: Tensor, shape: torch.Size
+    ) -> natural.FixedNodes:
+        """Independent weights in the form that `gaussian_rows` takes (`natural.fixed_nodes`)."""
+        constants = self.local_constants(loc)
+        slopes = constants.intervals.slopes
+        return natural.fixed_nodes(loc, mean, var, shape, constants.interval_map, slopes)
 
     def node_matrix(self, like: Tensor) -> Tensor | None:
         """L_U with sorted nodes as rows and weights in level order as columns, `(M, M)`.

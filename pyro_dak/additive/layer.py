@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from pyro_dak.additive.activation import KernelActivation
 from pyro_dak.additive.gaussian import FunctionMoments
+from pyro_dak.fast.natural import FixedNodes
+from pyro_dak.fast.transforms import needs_plain_operations
 from pyro_dak.validation import check_integer, check_kind, check_positive
 
-__all__ = ["AdditiveLayer", "Weights"]
+__all__ = ["AdditiveLayer", "FixedNodes", "Weights"]
 
 
 class Weights(NamedTuple):
@@ -150,8 +152,7 @@ class AdditiveLayer(nn.Module):
         `(F, K, K)`, or `(1, K, K)` if the functions share it, of what `at_nodes` gives. They are
         held fixed, and the design has no gradient.
         """
-        low, high = self.activation.grid.bounds
-        linear = (2 / (high - low), (low + high) / 2) if self.linear_term else None
+        linear = self._linear_map()
         if self.activation.node_matrix(h) is not None:
             mean, var, design = self.activation.design_moments(
                 h, self.log_unit_scale, loc, covariance, linear
@@ -161,6 +162,42 @@ class AdditiveLayer(nn.Module):
         mean = design @ loc.mT
         var = ((design @ covariance) * design).sum(-1).mT.clamp(min=0)
         return FunctionMoments(mean, var.expand_as(mean)), design.detach()
+
+    def gaussian_rows(
+        self, h: Tensor, y: Tensor, log_noise: Tensor, q: FixedNodes
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Expected log-likelihood of all rows, residuals, squares and design of `GaussianRows`.
+
+        The noise is Gaussian, and the same for all of y `(N, F)`; q is held fixed. None where the
+        operation cannot run.
+        """
+        if needs_plain_operations() or y.requires_grad:
+            return None
+        return self.activation.gaussian_rows(
+            h, y, self.log_unit_scale, log_noise, q, self._linear_map()
+        )
+
+    def fixed_nodes(self, mean: Tensor, var: Tensor) -> FixedNodes:
+        """Independent weights with these moments, `(F, K)` each, for `gaussian_rows`."""
+        shape = torch.Size((len(mean), self.num_units, self.activation.num_inducing))
+        return self.activation.fixed_nodes(self.at_nodes(mean), mean, var, shape)
+
+    def _linear_map(self) -> tuple[float, float] | None:
+        """Slope and middle of the linear inputs, if there is a linear term."""
+        low, high = self.activation.grid.bounds
+        return (2 / (high - low), (low + high) / 2) if self.linear_term else None
+
+    @torch.no_grad()
+    def largest_design(self, h: Tensor) -> float:
+        """A bound of the entries of the design at h, and of that of node values, on the CPU.
+
+        Features and weights of nodes are at most 1.
+        """
+        sigma = self.unit_scale
+        largest = max(1.0, float(sigma.amax()))
+        if not self.linear_term:
+            return largest
+        return max(largest, float((self.linear_inputs(h).abs().amax(0) * sigma).amax()))
 
     def row_sums(self, h: Tensor, by_mean: Tensor, by_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Phi^T a and (Phi^2)^T b, `(F, num_weights)` each, for weights of rows a, b `(N, F)`.

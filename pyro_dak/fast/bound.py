@@ -21,7 +21,13 @@ from pyro_dak.fast.fused import (
     sinh_ratio,
 )
 
-__all__ = ["GaussianBound"]
+__all__ = [
+    "GaussianBound",
+    "by_inputs_of_weights",
+    "by_picked_moments",
+    "places_of",
+    "two_nodes_and_products",
+]
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -60,7 +66,8 @@ class GaussianBound(torch.autograd.Function):
         z_var, mu_var = variances.split((F * P * M, F))
         z_var, sigma = z_var.view(F, P, M), log_sigma.exp()
         table = table_map.units_last(torch.cat([loc, z_var], -1))  # (F, 5 R, P)
-        places, w = two_nodes_and_products(h, sigma, intervals)
+        j, w = two_nodes_and_products(h, sigma, intervals)
+        places = places_of(j)
         picked = table.reshape(5 * F, -1).index_select(1, places).view(F, 5, N, P)
         terms = picked * w
         r = (y - mu).mT.sub(terms[:, :2].sum((1, 3)))  # (F, N)
@@ -69,8 +76,8 @@ class GaussianBound(torch.autograd.Function):
         p, log_s = (-2 * log_noise).exp_().view(()), log_noise.view(())
         expected = (Q * p).add_(log_s, alpha=2 * N * F).add_(N * F * _LOG_2PI).mul_(-0.5)
         # From here on gradients but for the factor p; first that by the moments picked.
-        by_picked = _by_picked(r, w)
-        by_h = by_inputs(by_picked, picked, intervals).mul_(p * intervals.slope)
+        by_picked = by_picked_moments(r, w)
+        by_h = _by_inputs(by_picked, picked, intervals).mul_(p * intervals.slope)
         by_z = table_map.transpose(_by_table(by_picked, places, table.shape))
         by_loc, by_z_var = by_z.split(M, -1)
         by_log_scale = (by_z_var * z_var).mul_(2)
@@ -111,7 +118,7 @@ class GaussianBound(torch.autograd.Function):
 
 
 def two_nodes_and_products(h: Tensor, sigma: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
-    """Where each input finds its interval, `(N P,)`, and (w0, w1, w0^2, w1^2, w0 w1), `(5, N, P)`.
+    """The interval of each input, `(N, P)`, and (w0, w1, w0^2, w1^2, w0 w1), `(5, N, P)`.
 
     These are `fused.two_nodes` for h `(N, P)` and sigma `(P,)`, and what the five numbers of an
     interval are multiplied with. With units last in memory, neighbours there are of different
@@ -131,10 +138,28 @@ def two_nodes_and_products(h: Tensor, sigma: Tensor, intervals: Intervals) -> tu
     torch.mul(sinh_ratio(a, intervals), decay, out=w)
     torch.mul(w, w, out=squares)
     torch.mul(w[:1], w[1:], out=both)
-    return torch.add(torch.arange(P, device=j.device), j, alpha=P).view(-1), products
+    return j, products
 
 
-def _by_picked(r: Tensor, w: Tensor) -> Tensor:
+def places_of(j: Tensor) -> Tensor:
+    """Where inputs in intervals j `(N, P)` find these in a table `(R P)`, `(N P,)`."""
+    P = j.shape[-1]
+    return torch.add(torch.arange(P, device=j.device), j, alpha=P).view(-1)
+
+
+def by_inputs_of_weights(
+    by_weight: Tensor, j: Tensor, w: Tensor, sigma: Tensor, intervals: Intervals
+) -> Tensor:
+    """Gradient of h `(N, P)` from that of the weights of the two nodes, `(2, N, P)`.
+
+    See `fused._grad_inputs`; the left weight falls.
+    """
+    squares = intervals.squares.index_select(0, j.view(-1)).view(j.shape).mul_(sigma * sigma)
+    left, right = torch.addcmul(squares, w, w).sqrt_().mul_(by_weight).unbind()
+    return right.sub_(left).mul_(intervals.slope)
+
+
+def by_picked_moments(r: Tensor, w: Tensor) -> Tensor:
     """Gradient of the expectation by means and other moments at the nodes, `(2 F + 3, N, P)`.
 
     Those of a function's means are w_k r; the variances get -w_k^2 / 2, and twice the covariance
@@ -148,8 +173,8 @@ def _by_picked(r: Tensor, w: Tensor) -> Tensor:
     return torch.cat([(w[:2] * r.view(F, 1, N, 1)).flatten(0, 1), w[2:]])
 
 
-def by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tensor:
-    """Gradient of h `(N, P)`, from that by the moments picked, of `_by_picked`.
+def _by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tensor:
+    """Gradient of h `(N, P)`, from that by the moments picked, of `by_picked_moments`.
 
     In an interval the slope of a function with values g0 and g1 at the nodes has the values
     coth(delta) g_k - g_{1-k} / sinh(delta) at the nodes, times delta / spacing and +1 on the right,
@@ -166,7 +191,7 @@ def by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tensor
 
 
 def _by_table(by_picked: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Gradient by the table, `(F, 5 R, P)`: the sums of `_by_picked` over the rows."""
+    """Gradient by the table, `(F, 5 R, P)`: the sums of `by_picked_moments` over the rows."""
     F, _, P = shape
     values = by_picked.view(len(by_picked), -1)
     sums = values.new_zeros(len(values), shape[1:].numel() // 5)

@@ -18,6 +18,7 @@ from pyro_dak.inference.objectives import (
     LocalReparamELBO,
     announced_parameters,
     normal_priors,
+    one_gaussian_noise,
 )
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.explaining import explaining
@@ -99,7 +100,8 @@ class BatchRows(NamedTuple):
 
     Attributes:
         h: inputs of the units, `(B, P)`.
-        design: the design of node values, `(B, K)`; None for independent weights.
+        design: the design of node values, `(B, K)`; None for independent weights whose sums take
+            another route.
         derivatives: expected gradients and curvatures, `(B, F)` each.
         squares: as in `RowSums`.
         num_squares: likewise.
@@ -139,6 +141,11 @@ def expected_and_rows(
         raise ValueError(f"`x` and `y` must have one row each per datum; got {len(h)}, {len(y)}.")
     with own_precision(h):
         h = h.to(layer.log_unit_scale.dtype)
+        log_noise = one_gaussian_noise(objective, likelihood, y)
+        if log_noise is not None:
+            found = _gaussian_rows(model, guide, h, y, log_noise)
+            if found is not None:
+                return found
         if weights:
             q, design = layer.joint_moments(h, *weights)
         else:
@@ -151,6 +158,23 @@ def expected_and_rows(
             if likelihood.closed_noise is not None:
                 squares, num_squares = observed_squares(likelihood, y, q)
     return expected, BatchRows(h.detach(), design, derivatives, squares, num_squares)
+
+
+def _gaussian_rows(
+    model: DAK, guide: NaturalGuide, h: Tensor, y: Tensor, log_noise: Tensor
+) -> tuple[Tensor, BatchRows] | None:
+    """`expected_and_rows` with one Gaussian noise, as one operation, or None if there is none."""
+    q = guide.fixed_nodes(model.layer, h.dtype)
+    found = None if q is None else model.layer.gaussian_rows(h, y, log_noise, q)
+    if found is None:
+        return None
+    expected, r, squares, design = found
+    with torch.no_grad():
+        precision = (-2 * log_noise).exp()
+        derivatives = ExpectedDerivatives(r * precision, precision.expand_as(r))
+        has_noise = model.likelihood.closed_noise is not None
+        own = (squares / y.shape[-1]).view(log_noise.shape) if has_noise else None
+    return expected, BatchRows(h.detach(), design, derivatives, own)
 
 
 @torch.no_grad()
@@ -256,7 +280,10 @@ class Gathering:
 
 def of_weights(model: DAK, guide: NaturalGuide, sums: RowSums) -> RowSums:
     """The sums of `BatchRows.sums` in the form that `NaturalGuide.step` takes."""
-    return sums if guide.covariance == "diagonal" else sums.from_nodes(model.layer)
+    is_diagonal = guide.covariance == "diagonal"
+    if is_diagonal and sums.coarse_curvature is not None:
+        return sums
+    return sums.from_nodes(model.layer, is_diagonal)
 
 
 class NaturalVI:

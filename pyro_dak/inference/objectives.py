@@ -42,6 +42,7 @@ __all__ = [
     "announced_parameters",
     "kl",
     "normal_priors",
+    "one_gaussian_noise",
 ]
 
 
@@ -235,22 +236,31 @@ class ClosedFormELBO(AnalyticELBO):
         self, model: DAK, guide: GaussianGuide, h: Tensor, y: Tensor, num_data: float | None
     ) -> ELBOTerms | None:
         """It is known for these very classes, one noise for all of y, and no missing y."""
-        likelihood = model.likelihood
-        if type(self) is not ClosedFormELBO or type(likelihood) is not GaussianLikelihood:
-            return None
-        log_noise = likelihood.noise.log_scale
-        if log_noise.numel() > 1 or likelihood.missing is not None:
+        y = model.likelihood.check_targets(y, model.num_outputs)
+        log_noise = one_gaussian_noise(self, model.likelihood, y)
+        if log_noise is None:
             return None
         self._check(guide)
-        y = likelihood.check_targets(y, model.num_outputs)
         priors = normal_priors(model, guide.weight_sites)
-        if priors is None or len(y) != len(h) or y.dtype != log_noise.dtype:
+        if priors is None or len(y) != len(h):
             return None
         with own_precision(h):
             layer, scale = model.layer, 1.0 if num_data is None else num_data / len(y)
             h = h.to(layer.log_unit_scale.dtype)
             terms = guide.gaussian_bound(layer, h, y, log_noise, priors)
             return None if terms is None else ELBOTerms(scale * terms[0], terms[1])
+
+
+def one_gaussian_noise(objective: AnalyticELBO, likelihood: Likelihood, y: Tensor) -> Tensor | None:
+    """The logarithm of the noise scale if it is one for all of y, and the objective is closed.
+
+    These must be the very classes of this library, and no y may be missing; else None.
+    """
+    if type(objective) is not ClosedFormELBO or type(likelihood) is not GaussianLikelihood:
+        return None
+    log_noise = likelihood.noise.log_scale
+    is_one = log_noise.numel() == 1 and likelihood.missing is None
+    return log_noise if is_one and y.dtype == log_noise.dtype else None
 
 
 class JensenELBO(AnalyticELBO):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from pyro_dak.fast.compiling import Compiled
-from pyro_dak.fast.optimizer import total_norm
+from pyro_dak.fast.optimizer import few_calls_class, total_norm
 from pyro_dak.inference.objectives import AnalyticELBO
 from pyro_dak.model.dak import DAK
 from pyro_dak.model.likelihoods import CategoricalLikelihood
@@ -365,9 +365,8 @@ class Run:
         precision = self.fabric.strategy.precision
         self.scaler = getattr(precision, "scaler", None)
         is_half = "16" in getattr(precision, "precision", "")
-        self.raw_optimizers = build_optimizers(
-            groups, fused=device.type in ("cpu", "cuda") and not is_half
-        )
+        is_fused = device.type in ("cpu", "cuda") and not is_half
+        self.raw_optimizers = build_optimizers(groups, is_fused, few_calls_class)
         self.loss, *self.optimizers = self.fabric.setup(learner, *self.raw_optimizers)
         self.history = History()
         self.step = self.epoch = self.batch = 0

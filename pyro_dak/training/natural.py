@@ -149,8 +149,10 @@ class NaturalLoss(DAKLoss):
         guide: Any = self.guide
         noise = self.model.likelihood.closed_noise
         shapes = {"gradient": guide.mean.shape, "curvature": guide.precision.shape}
-        if guide.covariance == "diagonal":
+        if "coarse_curvature" in tensors and guide.covariance == "diagonal":
             shapes["coarse_curvature"] = guide.coarse_precision.shape
+        elif guide.covariance == "diagonal" and guide.is_joint_in_the_mean:
+            shapes["curvature"] = guide.coarse_precision.shape
         if guide.covariance == "shared":
             shapes |= {"steepest": torch.Size(), "mean_curvature": torch.Size()}
         if noise is not None:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyro_dak.fast.optimizer import few_calls_class
-
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
@@ -23,6 +21,8 @@ __all__ = [
 
 # A group of parameters in the form of torch, with the name of its "optimizer".
 Group = dict[str, Any]
+# A class with the steps of an optimiser for these parameters.
+ClassFn = Callable[[type[Optimizer], Sequence[Tensor]], type[Optimizer]]
 # The factor of the learning rate at a step, from (step, total_steps, steps_per_epoch).
 Schedule = Callable[[int, int, int], float]
 
@@ -41,10 +41,13 @@ _STATE_KEYS: dict[type[Optimizer], tuple[str, ...]] = {
 }
 
 
-def build_optimizers(groups: Sequence[Group], fused: bool) -> list[Optimizer]:
+def build_optimizers(
+    groups: Sequence[Group], fused: bool, class_fn: ClassFn | None = None
+) -> list[Optimizer]:
     """The optimisers of the groups, in their order; neighbours of the same kind share one.
 
-    SGD has momentum 0.9. Groups without parameters are left out.
+    SGD has momentum 0.9. Groups without parameters are left out. Fused ones are of the class that
+    `class_fn` finds for their class and parameters; by default it is their own.
     """
     filled = [group for group in groups if group["params"]]
     if not filled:
@@ -55,7 +58,8 @@ def build_optimizers(groups: Sequence[Group], fused: bool) -> list[Optimizer]:
         own, kind = [*same], OPTIMIZERS[name]
         if fused and name in ("adam", "adamw", "sgd"):
             options["fused"] = True
-            kind = few_calls_class(kind, [p for group in own for p in group["params"]])
+            if class_fn is not None:
+                kind = class_fn(kind, [p for group in own for p in group["params"]])
         optimizers.append(kind(own, **options))
     return optimizers
 

@@ -26,7 +26,7 @@ from pyro_dak.additive.gaussian import (
     FunctionMoments,
     tril_of_inverse,
 )
-from pyro_dak.additive.layer import AdditiveLayer
+from pyro_dak.additive.layer import AdditiveLayer, FixedNodes
 from pyro_dak.inference.densities import unit_data, with_noise
 from pyro_dak.inference.guides.base import NormalParameters, check_guide, independent_roots
 from pyro_dak.inference.guides.common_shift import CommonShiftNormal
@@ -87,10 +87,16 @@ class RowSums(NamedTuple):
     squares: Tensor | None = None
     num_squares: Tensor | None = None
 
-    def from_nodes(self, layer: AdditiveLayer) -> "RowSums":
-        """The sums for the design of the weights, from those for the design of node values."""
+    def from_nodes(self, layer: AdditiveLayer, is_diagonal: bool = False) -> "RowSums":
+        """The sums for the design of the weights, from those for the design of node values.
+
+        For independent weights, all of them coarse, the curvature has been a matrix till now.
+        """
         gradient = layer.from_nodes(self.gradient)
         curvature = layer.from_nodes(layer.from_nodes(self.curvature).mT)
+        if is_diagonal:
+            own = curvature.diagonal(dim1=-2, dim2=-1)
+            return self._replace(gradient=gradient, curvature=own, coarse_curvature=curvature)
         return self._replace(gradient=gradient, curvature=curvature)
 
     def plus(self, other: "RowSums") -> "RowSums":
@@ -306,6 +312,31 @@ class NaturalGuide(TrilGuide):
 
         return self.kept(("weights", dtype, layer), make)
 
+    @torch.no_grad()
+    def fixed_nodes(self, layer: AdditiveLayer, dtype: torch.dtype) -> FixedNodes | None:
+        """q in the form that `layer.gaussian_rows` takes, kept until q changes.
+
+        None where functions are not known from their values at the nodes, and where there are
+        weights whose means are not found jointly.
+        """
+        if layer.activation.node_matrix(self._like) is None or not self.is_joint_in_the_mean:
+            return None
+
+        def make() -> FixedNodes:
+            if self.covariance == "diagonal":
+                var = self.precision.reciprocal()
+                return layer.fixed_nodes(self.mean.to(dtype), var.to(dtype))
+            loc, covariance = self.fixed_weights(layer, dtype)
+            total = covariance.sum(0) if len(covariance) > 1 else covariance[0] * len(loc)
+            return FixedNodes(loc, total)
+
+        return self.kept(("nodes", dtype, layer), make)
+
+    @property
+    def is_joint_in_the_mean(self) -> bool:
+        """Whether the means of all weights of a function are found jointly."""
+        return self.covariance != "diagonal" or self._num_fine == 0
+
     def kept(self, name: Any, make_fn: Callable[[], Any]) -> Any:
         """What `make_fn` returns, kept under a name until q changes."""
         mean, precision = self._buffers["mean"], self._buffers["precision"]
@@ -407,7 +438,8 @@ class NaturalGuide(TrilGuide):
             h: inputs of the units, `(B, P)`.
             derivatives: expected gradients and curvatures, `(B, F)` each.
             coupling: that of the likelihood.
-            design: the design to sum over, `(B, K)`, if it is there already.
+            design: the design to sum over, `(B, K)`, if it is there already. For independent
+                weights the curvature is then a matrix as for joint ones (see `from_nodes`).
             may_round: whether products of the design may be made in the dtype of the model, which
                 takes half the time, where that is accurate enough (`_is_accurate`).
         """
@@ -415,25 +447,27 @@ class NaturalGuide(TrilGuide):
         if self.has_common_shift:
             # Along the shift there is none, so that the F - 1 contrasts have all of the curvature.
             k = k * (k.shape[-1] / (k.shape[-1] - 1))
-        if self.covariance == "diagonal":
+        if self.covariance == "diagonal" and design is None:
             gradient, curvature = layer.row_sums(h, g, k)
             coarse, k = (part.to(self.mean) for part in (layer.design(h, self._num_levels), k))
             return RowSums(gradient, curvature, (coarse.mT * k.mT.unsqueeze(-2)) @ coarse)
         design = layer.design(h) if design is None else design
         state = self.mean
-        if not (may_round and self._is_accurate(design, k)):
+        if not (may_round and self._is_accurate(layer, h, k)):
             design, g, k = (part.to(state) for part in (design, g, k))
         gradient = (g.mT @ design).to(state)
-        if self.covariance == "joint" and k.shape[-1] == 1:
-            return RowSums(gradient, (design.mT @ (k * design)).unsqueeze(0).to(state))
-        if self.covariance == "joint":
+        if k.shape[-1] == 1:
+            curvature = (design.mT @ (k * design)).unsqueeze(0).to(state)
+        if self.covariance != "shared" and k.shape[-1] == 1:
+            return RowSums(gradient, curvature)
+        if self.covariance != "shared":
             return RowSums(gradient, ((design.mT * k.mT.unsqueeze(-2)) @ design).to(state))
         mean, own = k.mean(-1), derivatives.curvature
         steepest = torch.minimum(coupling * own.amax(-1), own.sum(-1)).sum()
         curvature = ((design.mT * mean) @ design).unsqueeze(0).to(state)
         return RowSums(gradient, curvature, None, steepest, mean.sum())
 
-    def _is_accurate(self, design: Tensor, k: Tensor) -> bool:
+    def _is_accurate(self, layer: AdditiveLayer, h: Tensor, k: Tensor) -> bool:
         """Whether rounding of Phi^T diag(k) Phi in the dtype of the design is small to the prior.
 
         A direction of which rows say nothing has the precision of the prior, and the rounding of
@@ -441,15 +475,14 @@ class NaturalGuide(TrilGuide):
         and sqrt(n / B) times that for n rows in batches of B. With little noise k is large, and
         precisions could even become negative. A twentieth of the prior is taken as small.
         """
-        if design.dtype == torch.float64 or not design.is_cpu:
+        if h.dtype == torch.float64 or not h.is_cpu:
             return False  # elsewhere a look at the numbers would wait for the device
-        low, high = torch.aminmax(design)
-        largest = max(float(high), -float(low)) ** 2 * float(k.amax())
+        largest = layer.largest_design(h) ** 2 * float(k.amax())
         num_rows, least = self.kept(
             "rows and prior", lambda: (float(self.num_rows), float(self.prior_precision.min()))
         )
-        rounding = 2 * torch.finfo(design.dtype).eps * largest
-        rounding *= math.sqrt(max(num_rows, len(design)) * len(design))
+        rounding = 2 * torch.finfo(h.dtype).eps * largest
+        rounding *= math.sqrt(max(num_rows, len(h)) * len(h))
         return bool(rounding <= 0.05 * least)
 
     @torch.no_grad()
