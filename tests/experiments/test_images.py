@@ -132,7 +132,7 @@ def test_a_network_that_was_recorded_elsewhere_is_trained_again_for_fine_tuning(
     tuned = mnist.make_job("digits", "dak_natural", is_tuned=True, **options)
     images.run_jobs([network, tuned], tmp_path)
     assert len(read_runs(tmp_path)) == 2
-    found = feature_weights(tuned, tmp_path)
+    found = feature_weights(network, tmp_path)
     assert all(torch.equal(weights[name], found[name]) for name in weights)
 
 
