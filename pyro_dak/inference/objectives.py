@@ -247,8 +247,8 @@ class ClosedFormELBO(AnalyticELBO):
         with own_precision(h):
             layer, scale = model.layer, 1.0 if num_data is None else num_data / len(y)
             h = h.to(layer.log_unit_scale.dtype)
-            terms = guide.gaussian_bound(layer, h, y, log_noise, priors)
-            return None if terms is None else ELBOTerms(scale * terms[0], terms[1])
+            terms = guide.gaussian_bound(layer, h, y, log_noise, priors, scale)
+            return None if terms is None else ELBOTerms(*terms)
 
 
 def one_gaussian_noise(objective: AnalyticELBO, likelihood: Likelihood, y: Tensor) -> Tensor | None:
