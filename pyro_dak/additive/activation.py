@@ -496,8 +496,9 @@ class KernelActivation(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Expected log-likelihood of all rows with Gaussian noise, and the KL from N(0, 1).
 
-        The first counts `scale` times. The other arguments are the tensors of `bound.GaussianBound`. The result is None where there is no
-        such operation, or where the dense route is faster.
+        The first counts `scale` times. The other arguments are the tensors of
+        `bound.GaussianBound`. The result is None where there is no such operation, or where the
+        dense route is faster.
         """
         if needs_plain_operations() or h.dim() > 2 or not self.kernel.is_fixed_number:
             return None

@@ -130,12 +130,13 @@ def two_nodes(h: Tensor, log_sigma: Tensor, intervals: Intervals) -> tuple[Tenso
     With units last in memory, neighbours there are of different units, which do not wait for each
     other where they are added up by interval.
     """
-    M = intervals.num_nodes
+    M, delta = intervals.num_nodes, intervals.delta
+    assert isinstance(delta, float)  # all units have the same
     x = torch.sub(h, intervals.low).div_(intervals.spacing)
     j = x.clamp(0, M).int().clamp_(0, M)  # also of a NaN
     nearest = x.clamp(1, M)
     distance = x.sub_(nearest).abs_()
-    decay = torch.add(log_sigma, distance, alpha=-intervals.delta).exp_()  # times sigma
+    decay = torch.add(log_sigma, distance, alpha=-delta).exp_()  # times sigma
     right = nearest.sub_(j)
     a = torch.stack([1 - right, right])
     return j, sinh_ratio(a, intervals).mul_(decay)

@@ -464,12 +464,35 @@ def interpolated_moments(
     if not needs_plain_operations():
         return _InterpolatedMoments.apply(h, table, sigma, delta, intervals)
     # The compiler fuses plain operations and finds the gradient by itself.
+    if not isinstance(intervals.delta, Tensor):
+        return _by_rows(h.mT, table, sigma, intervals)
     j, (w0, w1) = two_nodes(h, sigma, intervals)
     places = _places(j, table.shape[-1]).long()
     mean0, mean1, var0, var1, cov = (row[:, places] for row in table.flatten(2).unbind(1))
     mean = w0 * mean0 + w1 * mean1
     var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
     return mean.sum(-2), var.sum(-2)
+
+
+def _by_rows(
+    h: Tensor, table: Tensor, sigma: Tensor | None, intervals: Intervals
+) -> tuple[Tensor, Tensor]:
+    """`interpolated_moments` in plain operations for h `(E, N, P)`.
+
+    With units last in memory, neighbours are of different units, whose gradients by the table do
+    not wait for each other.
+    """
+    E, _, P = h.shape
+    j, w = two_nodes(h, None, intervals)
+    if sigma is not None:
+        w = w * sigma.unsqueeze(-2)
+    units = torch.arange(E * P, device=h.device).view(E, 1, P)
+    places = units + j.long() * (E * P)
+    w0, w1 = w.unbind()
+    mean0, mean1, var0, var1, cov = (row[:, places] for row in table.flatten(2).unbind(1))
+    mean = w0 * mean0 + w1 * mean1
+    var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
+    return mean.sum(-1), var.sum(-1)
 
 
 def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
