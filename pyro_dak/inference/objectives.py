@@ -137,11 +137,12 @@ class AnalyticELBO(ELBO):
         with explaining(model, x, y, guide=guide):
             check_sites(model, x)
             terms = self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
-        elbo = terms.elbo.detach()
-        if elbo.is_cpu and not math.isfinite(float(elbo)):
+        with torch.no_grad():
+            elbo = terms.elbo
+        if elbo.is_cpu and not math.isfinite(value := float(elbo)):
             warnings.warn(
-                f"The ELBO is {float(elbo)}, not finite: look at the weights of model and "
-                "guide, and at the scale of `x` and `y`.",
+                f"The ELBO is {value}, not finite: look at the weights of model and guide, and at "
+                "the scale of `x` and `y`.",
                 stacklevel=2,
             )
         return terms
@@ -185,7 +186,8 @@ class AnalyticELBO(ELBO):
         self, model: DAK, guide: GaussianGuide, x: Inputs, y: Tensor, num_data: float | None = None
     ) -> Tensor:
         """Minus the bound, a scalar that can be differentiated."""
-        return -self.terms(model, guide, x, y, num_data).elbo
+        terms = self.terms(model, guide, x, y, num_data)
+        return terms.kl - terms.expected_log_lik
 
     def loss(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, a number."""
