@@ -134,57 +134,51 @@ class GaussianBound(torch.autograd.Function):
         z_var, mu_var = variances.split((F * P * M, F))
         z_var = z_var.view(F, P, M)
         table = _table(middles.to_means_and_slopes.columns(torch.cat([loc, z_var], -1)), F)
-        places, q, (C, S) = _around_middles(h, log_sigma, middles)
-        picked = table.index_select(1, places).view(-1, N, P)
-        A, B, (K, R) = picked.split((F, F, 2))
+        values = h.new_empty(2 * F + 3, N, P)
+        r_C, r_S, products = values.split((F, F, 3))
+        places, C, S = _around_middles(h, log_sigma, middles, products)
+        A, B, K_R = table.index_select(1, places).view(-1, N, P).split((F, F, 2))
         r = (y - mu).mT.sub((A * C).addcmul_(B, S).sum(-1))  # (F, N)
         # Gradients but for the factor p: by the numbers of an interval, by inputs, by the weights.
-        values = h.new_empty(2 * F + 3, N, P)
-        r_C, r_S, (S_2, C_S, q_2) = values.split((F, F, 3))
-        torch.mul(C, r.unsqueeze(-1), out=r_C)
-        torch.mul(S, r.unsqueeze(-1), out=r_S)
-        torch.mul(S, S, out=S_2)
-        torch.mul(C, S, out=C_S)
-        torch.mul(q, q, out=q_2)
-        by_h = A.mul_(r_S).addcmul_(B, r_C)
-        by_h = by_h[0] if F == 1 else by_h.sum(0)
-        by_h.addcmul_(K, C_S, value=-1).addcmul_(R, torch.add(q_2, S_2, alpha=2), value=-0.5)
-        by_z = middles.to_numbers.transpose_columns(_by_table(values, places, table.shape[1], F))
-        by_loc, by_z_var = by_z.mT.view(F, P, 2 * M).split(M, -1)
+        rows = r.unsqueeze(-1)
+        torch.mul(C, rows, out=r_C)
+        torch.mul(S, rows, out=r_S)
+        by_h = _by_inputs(A, B, K_R, r_C, r_S, products)
+        by_z = middles.to_numbers.transpose_rows(_by_table(values, places, table.shape[1], F))
+        by_loc, by_z_var = by_z.view(F, P, 2 * M).split(M, -1)
         by_log_scale = (by_z_var * z_var).neg_()
         # The mean of f grows with sigma, its variance with the square.
         by_log_sigma = torch.addcmul(by_log_scale, loc, by_loc).sum((0, 2))
+        parts = (by_loc.reshape(-1), r.sum(-1), by_log_scale.view(-1), mu_var * -N, by_log_sigma)
+        by_all = torch.cat([*parts, log_noise.view(-1)])
         # The sum of the variances is minus its own gradient by log_scale, as f ~ exp(log_scale).
-        by_mu_log_scale = mu_var * -N
-        Q = torch.linalg.vector_norm(r).square()
-        Q.sub_(by_log_scale.sum()).sub_(by_mu_log_scale.sum())
-        s_2 = (2 * log_noise).exp_().view(())
-        by_noise = torch.sub(Q, s_2, alpha=N * F)
-        parts = (by_loc, r.sum(-1), by_log_scale, by_mu_log_scale, by_log_sigma, by_noise)
-        by_all = torch.cat([part.reshape(-1) for part in parts])
-        p = scale / s_2
-        expected = Q.mul_(p).add_(log_noise.view(()), alpha=2 * N * F * scale)
-        expected.add_(N * F * scale * _LOG_2PI).mul_(-0.5)
+        num, flat_r = len(locs), r.reshape(-1)
+        Q = torch.dot(flat_r, flat_r).sub_(by_all.narrow(0, num, num).sum())
+        log_s = log_noise.view(())
+        p = (-2 * log_s).exp_().mul_(scale)
+        p_Q = Q.mul_(p)
+        by_all.mul_(p)
+        torch.sub(p_Q, N * F * scale, out=by_all[-1])
+        expected = p_Q.add_(log_s, alpha=2 * N * F * scale).add_(N * F * scale * _LOG_2PI)
         # That of the KL: the means, and the variances less 1, in the place of the scales.
         excess = variances.sub_(1)
-        kl = torch.sub(excess, log_scales, alpha=2).sum().add_(torch.dot(locs, locs)).div_(2)
+        kl = torch.sub(excess, log_scales, alpha=2).sum().add_(torch.dot(locs, locs)).mul_(0.5)
         log_scales.copy_(excess)
-        ctx.save_for_backward(by_h, by_all, flat, p)
+        ctx.save_for_backward(by_h, by_all, flat, p.mul_(middles.slope))
         ctx.sizes, ctx.shape = (F * P * M, F, F * P * M, F, P, 1), loc.shape
-        ctx.noise_shape, ctx.slope = log_noise.shape, middles.slope
-        return expected, kl
+        ctx.noise_shape = log_noise.shape
+        return expected.mul_(-0.5), kl
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
-        by_h, by_all, by_kl, p = ctx.saved_tensors
-        factor = grad * p
-        total = by_all * factor
-        total[: len(by_kl)].addcmul_(by_kl, grad_kl)
+        by_h, by_all, by_kl, p_slope = ctx.saved_tensors
+        total = by_all * grad
+        total.narrow(0, 0, len(by_kl)).add_(by_kl * grad_kl)
         loc, mu, log_scale, mu_log_scale, log_sigma, log_noise = total.split(ctx.sizes)
         return (
-            by_h * (factor * ctx.slope),
+            by_h * (grad * p_slope),
             None,
             loc.view(ctx.shape),
             log_scale.view(ctx.shape),
@@ -250,14 +244,16 @@ def by_picked_moments(r: Tensor, w: Tensor) -> Tensor:
 
 
 def _around_middles(
-    h: Tensor, log_sigma: Tensor, middles: Middles
+    h: Tensor, log_sigma: Tensor, middles: Middles, products: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where inputs `(N, P)` find their intervals in a table, `(N P,)`; q, `(N, P)`; and C and S.
+    """Where inputs `(N, P)` find their intervals in a table, `(N P,)`, and C and S, `(N, P)` each.
 
-    q is sigma exp(-distance from the grid), and C and S, `(2, N, P)`, are q cosh(delta t) and
-    q sinh(delta t), at t spacings from the middle. A NaN lands in interval 0 and shows in them all.
+    C is q cosh(delta t) and S is q sinh(delta t), at t spacings from the middle of the interval,
+    where q is sigma exp(-distance from the grid). S^2, C S and q^2 are written to `products`,
+    `(3, N, P)`. A NaN lands in interval 0 and shows in them all.
     """
-    M, (N, P), coefficients = middles.num_nodes, h.shape, middles.coefficients
+    M, P, coefficients = middles.num_nodes, h.shape[-1], middles.coefficients
+    S_2, C_S, q_2 = products.unbind()
     x = torch.add(middles.shift, h, alpha=middles.per_spacing)
     j = x.clamp(0, M).int().clamp_(0, M)  # also of a NaN
     places = torch.add(torch.arange(P, device=h.device, dtype=j.dtype), j, alpha=P).view(-1).long()
@@ -265,19 +261,35 @@ def _around_middles(
     distance = x.sub_(nearest).abs_()
     q = torch.add(log_sigma, distance, alpha=-middles.delta).exp_()
     t = nearest.sub_(j).sub_(0.5)
-    both = h.new_empty(2, N, P)
-    C, S = both.unbind()
     if coefficients:
         t_2 = t * t
         ratio = torch.add(coefficients[-2], t_2, alpha=middles.last_coefficient)
         for c in coefficients[-3::-1]:
             ratio = torch.addcmul(c, ratio, t_2)
-        torch.mul(t.mul_(q), ratio, out=S)
+        S = t.mul_(ratio)
     else:
-        torch.mul(t.mul_(middles.delta).sinh_(), q, out=S)
-    # cosh^2 = 1 + sinh^2
-    torch.addcmul(q * q, S, S, out=C).sqrt_()
-    return places, q, both
+        S = t.mul_(middles.delta).sinh_()
+    S.mul_(q)
+    torch.mul(q, q, out=q_2)
+    torch.mul(S, S, out=S_2)
+    C = torch.add(q_2, S_2).sqrt_()  # cosh^2 = 1 + sinh^2
+    torch.mul(C, S, out=C_S)
+    return places, C, S
+
+
+def _by_inputs(
+    A: Tensor, B: Tensor, K_R: Tensor, r_C: Tensor, r_S: Tensor, products: Tensor
+) -> Tensor:
+    """Gradient of h `(N, P)`, in lengthscales and without the factor p; A is overwritten.
+
+    It is r (A S + B C) - C S K - (C^2 + S^2) R / 2, of which the first is summed over functions,
+    and C^2 + S^2 = q^2 + 2 S^2.
+    """
+    (K, R), (S_2, C_S, q_2) = K_R.unbind(), products.unbind()
+    of_means = A.mul_(r_S).addcmul_(B, r_C)
+    by_h = of_means[0] if len(A) == 1 else of_means.sum(0)
+    by_h.addcmul_(K, C_S, value=-1)
+    return by_h.addcmul_(R, torch.add(q_2, S_2, alpha=2), value=-0.5)
 
 
 def _table(columns: Tensor, F: int) -> Tensor:

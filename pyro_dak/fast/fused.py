@@ -215,11 +215,13 @@ class LinearMap:
         """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
         F, R, P = grad.shape
         flat = grad.transpose(0, 1).reshape(R, F * P)
-        return self.transpose_columns(flat).mT.view(F, P, -1)
+        return self.transpose_rows(flat).view(F, P, -1)
 
-    def transpose_columns(self, grad: Tensor) -> Tensor:
-        """The transpose of A times `(R, K)`, `(M, K)`, without a gradient."""
-        return self.transposed @ grad
+    def transpose_rows(self, grad: Tensor) -> Tensor:
+        """The transpose of grad `(R, K)` times A, `(K, M)`, without a gradient."""
+        if self.is_dense:
+            return grad.mT @ self.matrix
+        return (self.transposed @ grad).mT.contiguous()
 
     def columns(self, z: Tensor) -> Tensor:
         """A times the transpose of z with all but its last axis as one, `(R, K)`."""
