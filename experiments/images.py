@@ -209,7 +209,10 @@ def run(
     model = build(job, images)
     before = source(job)
     if before is not None:
-        load_features(model.features, checkpoints(before, directory))
+        kept = checkpoints(before, directory)
+        # Done already, unless the run of the network was recorded elsewhere, without checkpoints.
+        build(before, images).fit(images.x_train, images.y_train, [], kept)
+        load_features(model.features, kept)
     folder = checkpoints(job, directory)
     curve = Curve(folder / "curve.json", model, images, tell)
     model.fit(images.x_train, images.y_train, [curve], folder)

@@ -492,12 +492,13 @@ class KernelActivation(nn.Module):
         return fused.MeanFieldTerms.apply(h, loc, *others, None, *maps)
 
     def gaussian_bound(
-        self, h: Tensor, y: Tensor, loc: Tensor, *others: Tensor
+        self, h: Tensor, y: Tensor, loc: Tensor, *others: Tensor, scale: float
     ) -> tuple[Tensor, Tensor] | None:
         """Expected log-likelihood of all rows with Gaussian noise, and the KL from N(0, 1).
 
-        The arguments are the tensors of `bound.GaussianBound`. The result is None where there is no
-        such operation, or where the dense route is faster.
+        The first counts `scale` times. The other arguments are the tensors of
+        `bound.GaussianBound`. The result is None where there is no such operation, or where the
+        dense route is faster.
         """
         if needs_plain_operations() or h.dim() > 2 or not self.kernel.is_fixed_number:
             return None
@@ -505,7 +506,7 @@ class KernelActivation(nn.Module):
             return None
         constants = self.local_constants(loc)
         maps = constants.interval_map, constants.intervals
-        return bound.GaussianBound.apply(h, y, loc, *others, *maps)
+        return bound.GaussianBound.apply(h, y, loc, *others, *maps, scale)
 
     def design_moments(
         self,

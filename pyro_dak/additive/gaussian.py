@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_dak.additive.activation import KernelActivation, Route
 from pyro_dak.annotations import Bool, Float, Int
-from pyro_dak.fast import fused
+from pyro_dak.fast import classes, fused
 from pyro_dak.fast.transforms import needs_plain_operations
 from pyro_dak.validation import (
     check_finite,
@@ -20,6 +20,7 @@ from pyro_dak.validation import (
 __all__ = [
     "ExpectedDerivatives",
     "FunctionMoments",
+    "class_averages",
     "compact",
     "draws_of_moments",
     "expected_derivatives_heteroscedastic",
@@ -42,6 +43,10 @@ __all__ = [
 _LOG_2PI = math.log(2 * math.pi)
 # Of the trapezium rule in log t: their distance is then at most a half for all but huge ratios.
 _NUM_NODES = 96
+# From so many numbers on, averages over draws of classes have a faster way.
+_MANY_NUMBERS = 2**14
+# Sums of probabilities have their precision if they are so many times the smallest normal number.
+_TINY_FACTOR = 1e8
 
 
 class FunctionMoments(NamedTuple):
@@ -117,6 +122,28 @@ def sample_marginals(
     # Nothing, up to rounding, where the root is all; but the square root needs a gradient there.
     own = (var - root.square().sum(0)).clamp(min=torch.finfo(var.dtype).tiny)
     return mean + own.sqrt() * noise + torch.einsum("sr...,r...f->s...f", shared, root)
+
+
+def class_averages(
+    draws: Float[Tensor, "s *batch n c"],
+) -> tuple[Float[Tensor, "*batch n c"], Float[Tensor, "*batch n"]]:
+    """The log of the mean of softmax(f) over S draws of f, and the mean of its entropy.
+
+    log p_c = log mean_s softmax(f_s)_c, `(..., N, C)`, and mean_s H[softmax(f_s)], `(..., N)`.
+    """
+    is_fast = draws.numel() >= _MANY_NUMBERS and draws.device.type == "cpu"
+    if not is_fast or draws.requires_grad or needs_plain_operations():
+        log_probs = draws.log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return torch.logsumexp(log_probs, 0) - math.log(len(draws)), entropies.mean(0)
+    flat = draws.flatten(1, -2)
+    probs, entropies = classes.averaged_classes(flat)
+    log_probs = probs.log()
+    is_tiny = (probs < _TINY_FACTOR * torch.finfo(probs.dtype).tiny).any(-1)
+    if bool(is_tiny.any()):  # the logarithm itself may still be a number
+        exact = flat[:, is_tiny].log_softmax(-1).logsumexp(0) - math.log(len(draws))
+        log_probs[is_tiny] = exact
+    return log_probs.view(draws.shape[1:]), entropies.view(draws.shape[1:-1])
 
 
 def mean_field_moments(

@@ -1,6 +1,7 @@
 """The additive layer: from unit inputs h and weights to f, and from Gaussian weights to q(f)."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -164,14 +165,16 @@ class AdditiveLayer(nn.Module):
         return FunctionMoments(mean, var.expand_as(mean)), design.detach()
 
     def gaussian_rows(
-        self, h: Tensor, y: Tensor, log_noise: Tensor, q: FixedNodes
+        self, h: Tensor, y: Tensor, log_noise: Tensor, nodes_fn: Callable[[], FixedNodes | None]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Expected log-likelihood of all rows, residuals, squares and design of `GaussianRows`.
 
-        The noise is Gaussian, and the same for all of y `(N, F)`; q is held fixed. None where the
-        operation cannot run.
+        The noise is Gaussian, and the same for all of y `(N, F)`. q is held fixed, and `nodes_fn`
+        gives it, or None if it has no such form. The result is None then, and where the operation
+        cannot run.
         """
-        if needs_plain_operations() or y.requires_grad:
+        q = None if needs_plain_operations() or y.requires_grad else nodes_fn()
+        if q is None:
             return None
         return self.activation.gaussian_rows(
             h, y, self.log_unit_scale, log_noise, q, self._linear_map()

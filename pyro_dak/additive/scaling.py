@@ -67,7 +67,8 @@ class Scaling(nn.Module):
         self.register_buffer("num_batches", torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
-        rows = h.flatten(0, -2).to(self.first.dtype)  # statistics keep their precision
+        rows = h if h.dim() == 2 else h.flatten(0, -2)
+        rows = rows.to(self.first.dtype)  # statistics keep their precision
         is_fixed = not self.training or self.is_frozen
         # A single row has no spread: it is mapped by what earlier batches showed.
         if is_fixed or (len(rows) < 2 and not self.spans_processes()):
@@ -79,7 +80,7 @@ class Scaling(nn.Module):
         scaled, first, second = self.map_batch(rows)
         running, batch = (self.first, self.second), (first.detach(), second.detach())
         update_running(running, batch, self.num_batches, self.momentum)
-        return scaled.view(h.shape)
+        return scaled if h.dim() == 2 else scaled.view(h.shape)
 
     def spans_processes(self) -> bool:
         """Whether the statistics of a batch are taken over all processes."""

@@ -26,14 +26,14 @@ __all__ = [
     "by_inputs_of_weights",
     "by_picked_moments",
     "places_of",
-    "two_nodes_and_products",
+    "two_nodes",
 ]
 
 _LOG_2PI = math.log(2 * math.pi)
 
 
 class GaussianBound(torch.autograd.Function):
-    """sum_n E_q log N(y_n | f(h_n), s^2) and KL(q || N(0, 1)) for independent weights, scalars.
+    """c sum_n E_q log N(y_n | f(h_n), s^2) and KL(q || N(0, 1)) for independent weights, scalars.
 
     The weights z and mu have means and standard deviations as in `fused.MeanFieldTerms`, and s is
     exp(log_noise), `()` or `(1,)`. With r = y - E f, Q = sum r^2 + Var f and p = s^-2,
@@ -41,7 +41,7 @@ class GaussianBound(torch.autograd.Function):
         sum_n E_q log N(y_n | f(h_n), s^2) = -(p Q + N F log(2 pi s^2)) / 2,
 
     whose gradients are p r for E f, -p / 2 for Var f and p Q - N F for log s. It is differentiable
-    once in all tensors but y.
+    once in all tensors but y. The number c is `scale`.
     """
 
     @staticmethod
@@ -57,6 +57,7 @@ class GaussianBound(torch.autograd.Function):
         log_noise: Float[Tensor, "..."],
         table_map: LinearMap,
         intervals: Intervals,
+        scale: float,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         (N, F), (_, P, M) = y.shape, loc.shape
         # The numbers of z and mu are computed together: all means, then all scales.
@@ -64,33 +65,37 @@ class GaussianBound(torch.autograd.Function):
         locs, log_scales = flat.view(2, -1).unbind()
         variances = (2 * log_scales).exp_()
         z_var, mu_var = variances.split((F * P * M, F))
-        z_var, sigma = z_var.view(F, P, M), log_sigma.exp()
+        z_var = z_var.view(F, P, M)
         table = table_map.units_last(torch.cat([loc, z_var], -1))  # (F, 5 R, P)
-        j, w = two_nodes_and_products(h, sigma, intervals)
+        j, w = two_nodes(h, log_sigma, intervals)
         places = places_of(j)
         picked = table.reshape(5 * F, -1).index_select(1, places).view(F, 5, N, P)
-        terms = picked * w
-        r = (y - mu).mT.sub(terms[:, :2].sum((1, 3)))  # (F, N)
-        Q = terms[:, 2:].sum().addcmul_(norm := torch.linalg.vector_norm(r), norm)
-        Q.add_(mu_var.sum(), alpha=N)
-        p, log_s = (-2 * log_noise).exp_().view(()), log_noise.view(())
-        expected = (Q * p).add_(log_s, alpha=2 * N * F).add_(N * F * _LOG_2PI).mul_(-0.5)
-        # From here on gradients but for the factor p; first that by the moments picked.
+        f_mean = (picked[:, :2] * w).sum(1).sum(-1)  # (F, N)
+        r = (y - mu).mT.sub(f_mean)
+        # Gradients but for the factor p: by the moments picked, by inputs, and by the weights.
         by_picked = by_picked_moments(r, w)
-        by_h = _by_inputs(by_picked, picked, intervals).mul_(p * intervals.slope)
+        by_h = _by_inputs(by_picked, picked, intervals)
         by_z = table_map.transpose(_by_table(by_picked, places, table.shape))
         by_loc, by_z_var = by_z.split(M, -1)
         by_log_scale = (by_z_var * z_var).mul_(2)
         # The mean of f grows with sigma, its variance with the square.
         by_log_sigma = torch.addcmul(by_log_scale, loc, by_loc).sum((0, 2))
-        by_noise = Q.sub(N * F / p)
-        parts = (by_loc, r.sum(-1), by_log_scale, mu_var * -N, by_log_sigma, by_noise)
-        by_all = torch.cat([part.reshape(-1) for part in parts]).mul_(p)
+        # The sum of the variances is minus its own gradient by log_scale, as f ~ exp(log_scale).
+        by_mu_log_scale = mu_var * -N
+        Q = torch.linalg.vector_norm(r).square()
+        Q.sub_(by_log_scale.sum()).sub_(by_mu_log_scale.sum())
+        s_2 = (2 * log_noise).exp_().view(())
+        by_noise = torch.sub(Q, s_2, alpha=N * F)
+        parts = (by_loc, r.sum(-1), by_log_scale, by_mu_log_scale, by_log_sigma, by_noise)
+        by_all = torch.cat([part.reshape(-1) for part in parts])
+        p = scale / s_2
+        expected = Q.mul_(p).add_(log_noise.view(()), alpha=2 * N * F * scale)
+        expected.add_(N * F * scale * _LOG_2PI).mul_(-0.5)
         # That of the KL: the means, and the variances less 1, in the place of the scales.
         excess = variances.sub_(1)
         kl = torch.sub(excess, log_scales, alpha=2).sum().add_(torch.dot(locs, locs)).div_(2)
         log_scales.copy_(excess)
-        ctx.save_for_backward(by_h, by_all, flat)
+        ctx.save_for_backward(by_h, by_all, flat, p)
         ctx.sizes, ctx.shape = (F * P * M, F, F * P * M, F, P, 1), loc.shape
         ctx.noise_shape = log_noise.shape
         return expected, kl
@@ -99,12 +104,13 @@ class GaussianBound(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise second_derivative_error()
-        by_h, by_all, by_kl = ctx.saved_tensors
-        total = by_all * grad
+        by_h, by_all, by_kl, p = ctx.saved_tensors
+        factor = grad * p
+        total = by_all * factor
         total[: len(by_kl)].addcmul_(by_kl, grad_kl)
         loc, mu, log_scale, mu_log_scale, log_sigma, log_noise = total.split(ctx.sizes)
         return (
-            by_h * grad,
+            by_h * factor,
             None,
             loc.view(ctx.shape),
             log_scale.view(ctx.shape),
@@ -114,31 +120,26 @@ class GaussianBound(torch.autograd.Function):
             log_noise.view(ctx.noise_shape),
             None,
             None,
+            None,
         )
 
 
-def two_nodes_and_products(h: Tensor, sigma: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
-    """The interval of each input, `(N, P)`, and (w0, w1, w0^2, w1^2, w0 w1), `(5, N, P)`.
+def two_nodes(h: Tensor, log_sigma: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
+    """`fused.two_nodes` for h `(N, P)` and log_sigma `(P,)`: `(N, P)`, and weights `(2, N, P)`.
 
-    These are `fused.two_nodes` for h `(N, P)` and sigma `(P,)`, and what the five numbers of an
-    interval are multiplied with. With units last in memory, neighbours there are of different
-    units, which do not wait for each other where they are added up by interval.
+    With units last in memory, neighbours there are of different units, which do not wait for each
+    other where they are added up by interval.
     """
-    M, (N, P) = intervals.num_nodes, h.shape
+    M, delta = intervals.num_nodes, intervals.delta
+    assert isinstance(delta, float)  # all units have the same
     x = torch.sub(h, intervals.low).div_(intervals.spacing)
-    j = x.clamp(0, M).long().clamp_(0, M)  # also of a NaN
+    j = x.clamp(0, M).int().clamp_(0, M)  # also of a NaN
     nearest = x.clamp(1, M)
-    decay = x.sub_(nearest).abs_().mul_(-intervals.delta).exp_().mul_(sigma)
-    a = x.new_empty(2, N, P)
-    left, right = a.unbind()
-    torch.sub(nearest, j, out=right)
-    torch.sub(intervals.ends[0, 0], right, out=left)
-    products = x.new_empty(5, N, P)
-    w, squares, both = products.split((2, 2, 1))
-    torch.mul(sinh_ratio(a, intervals), decay, out=w)
-    torch.mul(w, w, out=squares)
-    torch.mul(w[:1], w[1:], out=both)
-    return j, products
+    distance = x.sub_(nearest).abs_()
+    decay = torch.add(log_sigma, distance, alpha=-delta).exp_()  # times sigma
+    right = nearest.sub_(j)
+    a = torch.stack([1 - right, right])
+    return j, sinh_ratio(a, intervals).mul_(decay)
 
 
 def places_of(j: Tensor) -> Tensor:
@@ -163,14 +164,16 @@ def by_picked_moments(r: Tensor, w: Tensor) -> Tensor:
     """Gradient of the expectation by means and other moments at the nodes, `(2 F + 3, N, P)`.
 
     Those of a function's means are w_k r; the variances get -w_k^2 / 2, and twice the covariance
-    -w0 w1 / 2, for all functions alike. All are without the factor p; w is changed.
+    -w0 w1 / 2, for all functions alike. All are without the factor p.
     """
-    F, N = r.shape
-    w[2:].mul_(-0.5)
-    if F == 1:
-        w[:2].mul_(r.view(N, 1))
-        return w
-    return torch.cat([(w[:2] * r.view(F, 1, N, 1)).flatten(0, 1), w[2:]])
+    (F, N), P = r.shape, w.shape[-1]
+    values = w.new_empty(2 * F + 3, N, P)
+    means, squares, both = values.split((2 * F, 2, 1))
+    half = w * -0.5
+    torch.mul(w, half, out=squares)
+    torch.mul(w[1:], half[:1], out=both)
+    torch.mul(w, r.view(F, 1, N, 1), out=means.view(F, 2, N, P))
+    return values
 
 
 def _by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tensor:
@@ -184,7 +187,7 @@ def _by_inputs(by_picked: Tensor, picked: Tensor, intervals: Intervals) -> Tenso
     F, five, N, P = picked.shape
     slopes = torch.matmul(intervals.slopes, picked.view(F, five, -1)).view(F, five, N, P)
     if F == 1:
-        return (slopes[0] * by_picked).sum(0)
+        return slopes[0].mul_(by_picked).sum(0)
     of_means, others = by_picked.split((2 * F, 3))
     by_h = slopes[:, :2].flatten(0, 1).mul_(of_means).sum(0)
     return by_h.add_(slopes[:, 2:].sum(0).mul_(others).sum(0))

@@ -38,10 +38,15 @@ def design_moments(
     lines = [(h - linear[1]) * (sigma * linear[0])] if linear else []
     design = torch.cat([torch.ones_like(h[:, :1]), *lines, values.flatten(1)], -1)
     mean = design @ loc.mT
+    left = right = design
+    if torch.compiler.is_compiling():
+        # The gradient of W S W^T by W is 2 W S, which is there: the compiler would multiply again.
+        left = design.detach()
+        right = 2 * design - left
     if len(covariance) == 1:
-        var = ((design @ covariance[0]) * design).sum(-1, keepdim=True)
+        var = ((left @ covariance[0]) * right).sum(-1, keepdim=True)
     else:
-        var = ((design @ covariance) * design).sum(-1).mT
+        var = ((left @ covariance) * right).sum(-1).mT
     return mean, var.clamp(min=0).expand_as(mean), design.detach()
 
 

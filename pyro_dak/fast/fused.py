@@ -58,7 +58,7 @@ class Intervals(NamedTuple):
     `squares`, `(M + 1,)`, holds 1 / sinh(delta)^2 for the intervals between two nodes and 0 for the
     two unbounded ones. `ends` is (1, 0) and `signs` is (-1, 1), both `(2, 1, 1, 1)`. `coefficients`
     are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number. `slopes`,
-    `(5, 5)`, are those of `_slopes`.
+    `(5, 5)`, are those of `_slopes`, times slope.
 
     Where units have a delta each (`unit_intervals`), it is `(P, 1)`, and so are the slope and the
     coefficients; `squares` is `(M + 1, P)`, and `last_coefficient` is `(P, 1)` too.
@@ -95,17 +95,17 @@ def intervals_of_grid(
     low_, spacing_, slope = cast[:3]
     ends, signs = cast[3:7].view(2, 2, 1, 1, 1)
     last = coefficients[-1] if coefficients else math.nan
-    slopes = _slopes(delta).to(device, dtype)
+    slopes = (_slopes(delta) * (delta / spacing)).to(device, dtype)
     constants = (squares.to(device, dtype), ends, signs, cast[7:].unbind(), last, slopes)
     return Intervals(low_, spacing_, slope, *constants, delta, num_nodes)
 
 
 def _slopes(delta: float) -> Tensor:
-    """From the five numbers of an interval to those of its slopes, `(5, 5)`, but for slope.
+    """From the five numbers of an interval to those of its slopes, `(5, 5)`, in lengthscales.
 
     With means m0, m1 at the nodes, variances v0, v1 and twice the covariance c, the slope of w0 m0
-    + w1 m1 is slope (w0 m0' + w1 m1'), and that of w0^2 v0 + w1^2 v1 + w0 w1 c is slope (w0^2 v0' +
-    w1^2 v1' + w0 w1 c'). As the slope of w0 is -(coth(delta) w0 + w1 / sinh(delta)), and that of w1
+    + w1 m1 is w0 m0' + w1 m1', and that of w0^2 v0 + w1^2 v1 + w0 w1 c is w0^2 v0' + w1^2 v1' +
+    w0 w1 c'. As the slope of w0 is -(coth(delta) w0 + w1 / sinh(delta)), and that of w1
     the same with both exchanged and the sign +,
 
         m0' = k m1 - l m0,  m1' = l m1 - k m0,
@@ -464,12 +464,35 @@ def interpolated_moments(
     if not needs_plain_operations():
         return _InterpolatedMoments.apply(h, table, sigma, delta, intervals)
     # The compiler fuses plain operations and finds the gradient by itself.
+    if not isinstance(intervals.delta, Tensor):
+        return _by_rows(h.mT, table, sigma, intervals)
     j, (w0, w1) = two_nodes(h, sigma, intervals)
     places = _places(j, table.shape[-1]).long()
     mean0, mean1, var0, var1, cov = (row[:, places] for row in table.flatten(2).unbind(1))
     mean = w0 * mean0 + w1 * mean1
     var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
     return mean.sum(-2), var.sum(-2)
+
+
+def _by_rows(
+    h: Tensor, table: Tensor, sigma: Tensor | None, intervals: Intervals
+) -> tuple[Tensor, Tensor]:
+    """`interpolated_moments` in plain operations for h `(E, N, P)`.
+
+    With units last in memory, neighbours are of different units, whose gradients by the table do
+    not wait for each other.
+    """
+    E, _, P = h.shape
+    j, w = two_nodes(h, None, intervals)
+    if sigma is not None:
+        w = w * sigma.unsqueeze(-2)
+    units = torch.arange(E * P, device=h.device).view(E, 1, P)
+    places = units + j.long() * (E * P)
+    w0, w1 = w.unbind()
+    mean0, mean1, var0, var1, cov = (row[:, places] for row in table.flatten(2).unbind(1))
+    mean = w0 * mean0 + w1 * mean1
+    var = w0 * (w0 * var0 + w1 * cov) + w1 * w1 * var1
+    return mean.sum(-1), var.sum(-1)
 
 
 def stack_batches(h: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:

@@ -18,7 +18,7 @@ from pyro_dak.fast.bound import (
     by_inputs_of_weights,
     by_picked_moments,
     places_of,
-    two_nodes_and_products,
+    two_nodes,
 )
 from pyro_dak.fast.fused import Intervals, LinearMap, second_derivative_error
 
@@ -85,24 +85,23 @@ class GaussianRows(torch.autograd.Function):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n f"], Float[Tensor, ""], Float[Tensor, "n k"]]:
         (N, F), P, M = y.shape, len(log_sigma), intervals.num_nodes
         sigma, first = log_sigma.exp(), 1 + (P if linear else 0)
-        j, products = two_nodes_and_products(h, sigma, intervals)
+        j, w = two_nodes(h, log_sigma, intervals)
         # Where the grid ends, the outer one of the two nodes has the weight 0.
         starts = torch.arange(first, first + P * M, M, device=h.device)
-        left, right = (j - 1).clamp_(min=0).add_(starts), j.clamp(max=M - 1).add_(starts)
+        left, right = (j - 1).clamp_(min=0) + starts, j.clamp(max=M - 1) + starts
         design = h.new_zeros(N, first + P * M)
         design[:, 0] = 1
         if linear:
             torch.mul(h - linear[1], sigma * linear[0], out=design[:, 1:first])
-        design.scatter_add_(1, left, products[0]).scatter_add_(1, right, products[1])
+        design.scatter_add_(1, left, w[0]).scatter_add_(1, right, w[1])
         r = torch.addmm(y, design, q.loc.mT, alpha=-1)
         lines = design[:, 1:first]
         if q.covariance is None:
             assert q.table is not None
             assert q.other_var is not None
             picked = q.table.index_select(1, places_of(j)).view(2, 2 * F + 3, N, P)
-            by_picked = by_picked_moments(r.mT, products)
-            terms = picked * by_picked
-            by_h, by_moment = terms[1].sum(0).mul_(intervals.slope), terms[0].sum(1)
+            terms = picked.mul_(by_picked_moments(r.mT, w))
+            by_h, by_moment = terms[1].sum(0), terms[0].sum(1)
             by_mean, by_var = by_moment[: 2 * F].sum(0), by_moment[2 * F :].sum(0)
             var = by_var.sum().mul_(-2).add_(q.other_var[0], alpha=N)
             # Means of f grow with sigma, variances with its square.
@@ -116,8 +115,8 @@ class GaussianRows(torch.autograd.Function):
             var = torch.dot(G.view(-1), design.view(-1))
             by_design = torch.addmm(G, r, q.loc, beta=-1)
             by_weight = torch.stack([by_design.gather(1, left), by_design.gather(1, right)])
-            by_h = by_inputs_of_weights(by_weight, j, products[:2], sigma, intervals)
-            by_log_sigma = (by_weight * products[:2]).sum((0, 1))
+            by_h = by_inputs_of_weights(by_weight, j, w, sigma, intervals)
+            by_log_sigma = (by_weight * w).sum((0, 1))
             by_lines = by_design[:, 1:first]
         if linear:
             by_h.addcmul_(by_lines, sigma, value=linear[0])

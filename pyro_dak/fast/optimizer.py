@@ -45,7 +45,7 @@ class _FewCalls:
     """The step of an Adam with `fused=True`, for parameters on the CPU in one dtype.
 
     Steps of another kind are torch's own: the first one, those with a closure, and those in which
-    some parameters have no gradient.
+    some parameters have no gradient. There are no hooks of steps, and no label for the profiler.
     """
 
     param_groups: list[dict[str, Any]]
@@ -116,6 +116,10 @@ class _FewCalls:
         for state in self.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
+
+
+# Else torch would wrap the step for hooks and its profiler, which takes as long as the step.
+_FewCalls.step.hooked = True  # type: ignore[attr-defined]
 
 
 class FewCallsAdam(_FewCalls, Adam):

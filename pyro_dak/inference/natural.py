@@ -164,8 +164,8 @@ def _gaussian_rows(
     model: DAK, guide: NaturalGuide, h: Tensor, y: Tensor, log_noise: Tensor
 ) -> tuple[Tensor, BatchRows] | None:
     """`expected_and_rows` with one Gaussian noise, as one operation, or None if there is none."""
-    q = guide.fixed_nodes(model.layer, h.dtype)
-    found = None if q is None else model.layer.gaussian_rows(h, y, log_noise, q)
+    layer = model.layer
+    found = layer.gaussian_rows(h, y, log_noise, lambda: guide.fixed_nodes(layer, h.dtype))
     if found is None:
         return None
     expected, r, squares, design = found

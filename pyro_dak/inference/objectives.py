@@ -137,11 +137,12 @@ class AnalyticELBO(ELBO):
         with explaining(model, x, y, guide=guide):
             check_sites(model, x)
             terms = self.terms_from_units(model, guide, model.unit_inputs(x), y, num_data)
-        elbo = terms.elbo.detach()
-        if elbo.is_cpu and not math.isfinite(float(elbo)):
+        with torch.no_grad():
+            elbo = terms.elbo
+        if elbo.is_cpu and not math.isfinite(value := float(elbo)):
             warnings.warn(
-                f"The ELBO is {float(elbo)}, not finite: look at the weights of model and "
-                "guide, and at the scale of `x` and `y`.",
+                f"The ELBO is {value}, not finite: look at the weights of model and guide, and at "
+                "the scale of `x` and `y`.",
                 stacklevel=2,
             )
         return terms
@@ -185,7 +186,8 @@ class AnalyticELBO(ELBO):
         self, model: DAK, guide: GaussianGuide, x: Inputs, y: Tensor, num_data: float | None = None
     ) -> Tensor:
         """Minus the bound, a scalar that can be differentiated."""
-        return -self.terms(model, guide, x, y, num_data).elbo
+        terms = self.terms(model, guide, x, y, num_data)
+        return terms.kl - terms.expected_log_lik
 
     def loss(self, model: DAK, guide: GaussianGuide, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, a number."""
@@ -247,8 +249,8 @@ class ClosedFormELBO(AnalyticELBO):
         with own_precision(h):
             layer, scale = model.layer, 1.0 if num_data is None else num_data / len(y)
             h = h.to(layer.log_unit_scale.dtype)
-            terms = guide.gaussian_bound(layer, h, y, log_noise, priors)
-            return None if terms is None else ELBOTerms(scale * terms[0], terms[1])
+            terms = guide.gaussian_bound(layer, h, y, log_noise, priors, scale)
+            return None if terms is None else ELBOTerms(*terms)
 
 
 def one_gaussian_noise(objective: AnalyticELBO, likelihood: Likelihood, y: Tensor) -> Tensor | None:

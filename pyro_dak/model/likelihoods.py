@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pyro_dak.additive.gaussian import (
     ExpectedDerivatives,
     FunctionMoments,
+    class_averages,
     expected_derivatives_heteroscedastic,
     expected_derivatives_normal,
     expected_derivatives_student_t,
@@ -550,9 +551,7 @@ class CategoricalLikelihood(Likelihood):
         if draws is None:
             scaled = moments.mean / (1 + math.pi / 8 * moments.var).sqrt()
             return scaled.log_softmax(-1), torch.full_like(scaled[..., 0], math.nan)
-        log_probs = draws.log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-        return torch.logsumexp(log_probs, 0) - math.log(len(draws)), entropies.mean(0)
+        return class_averages(draws)
 
     def check_targets(self, y: Tensor, num_outputs: int) -> Tensor:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex():

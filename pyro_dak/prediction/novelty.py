@@ -83,6 +83,8 @@ _PRIOR_PRECISION = 0.1  # lambda
 # The share of the reference rows that the tail beyond them continues, and their least number.
 _TAIL_SHARE, _TAIL_ROWS = 0.05, 5
 _CHUNK, _CHUNK_NUMBERS = 1024, 2**21
+# So many columns of the root at a time.
+_COLUMNS = 64
 
 
 class _Statistics(nn.Module):
@@ -142,13 +144,20 @@ class Leverage(_Statistics):
     def forward(self, features: Tensor) -> Tensor:
         """l of each row, `(N,)`, for features `(N, D_w)`."""
         values = self.kernel_values(features)
-        return torch.addmm(self.root[0], values, self.root[1:]).square().sum(-1)
+        leverage = values.new_zeros(len(values))
+        # The root is upper triangular: its first columns need the first values alone.
+        for low in range(0, len(self.root), _COLUMNS):
+            high = min(low + _COLUMNS, len(self.root))
+            root = self.root[:high, low:high]
+            leverage += torch.addmm(root[0], values[:, : high - 1], root[1:]).square().sum(-1)
+        return leverage
 
     def kernel_values(self, features: Tensor) -> Tensor:
         """k(h, U) at each node of each unit, `(N, K - 1)`: v without its first column."""
         h = (features.to(self.root.dtype) - self.feature_mean) / (6 * self.feature_scale)
         if self.projection is not None:
             h = h @ self.projection.mT
+        h = h.contiguous()  # rows first, or what is thrice as large would be copied
         from_middle = h.new_tensor(_NODES).unsqueeze(-1) - 0.5
         return (h.unsqueeze(-2) - from_middle).abs_().neg_().exp_().flatten(-2)
 

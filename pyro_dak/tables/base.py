@@ -65,6 +65,8 @@ _LEAST_ROWS = 20
 _NUM_FOLDS = 5
 # The number of rows that are computed at a time, and the features or numbers of q(f) they may have.
 _CHUNK, _CHUNK_NUMBERS = 8192, 1_000_000
+# So many chunks of an array are encoded at a time.
+_ENCODED_CHUNKS = 8
 # Layers draw their first weights from torch's global generator, which all threads share.
 _BUILDING = threading.Lock()
 # The number of bins of an embedded column, and in how large tables columns are embedded unasked.
@@ -609,17 +611,17 @@ class TableEstimator(Parameters, BaseEstimator):
         says how many a row has at least; there are fewer rows in a chunk where they have many.
         """
         check_is_fitted(self)
-        X = _encoded(self._validated_inputs(X, is_first=False), self.__dict__.get("columns_"))
+        X = self._validated_inputs(X, is_first=False)
         device = self._device()
         ensemble = self.ensemble_.to(device, torch.float64)
         numbers = max(numbers, ensemble.tensors["guide.mu_loc"].numel())  # E F
         numbers = max(numbers, len(ensemble) * ensemble.model.feature_dim)
         with torch.no_grad():
             fixed = FixedEnsemble(ensemble)
-        for rows in tqdm(
-            _chunks(len(X), numbers), "predict", delay=2, disable=not self.progress, leave=False
-        ):
-            x = self._standardized(X[rows], limit=1e100)
+        chunks, options = _chunks(len(X), numbers), {"delay": 2, "leave": False}
+        encoded = _encoded_chunks(X, self.__dict__.get("columns_"), chunks)
+        for rows in tqdm(encoded, "predict", len(chunks), disable=not self.progress, **options):
+            x = self._standardized(rows, limit=1e100)
             with torch.no_grad():
                 yield fixed, ensemble.features(torch.from_numpy(x).to(device))
 
@@ -671,6 +673,19 @@ def _encoded(X: Any, columns: Columns | None) -> Array:
         return encode(pd.DataFrame(X, columns=columns.names, copy=False), columns)
     is_missing = np.isnan(X)
     return np.where(is_missing, [*columns.medians.values()], X) if is_missing.any() else X
+
+
+def _encoded_chunks(X: Any, columns: Columns | None, chunks: list[slice]) -> Iterator[Array]:
+    """The rows of each chunk as numbers; of arrays, no more at a time than memory is kept for.
+
+    A data frame is encoded at once, so that a category that is not known is told of once.
+    """
+    number = len(chunks) if isinstance(X, pd.DataFrame) else _ENCODED_CHUNKS
+    for first in range(0, len(chunks), number):
+        own = chunks[first : first + number]
+        start = own[0].start
+        encoded = _encoded(X[start : own[-1].stop], columns)
+        yield from (encoded[rows.start - start : rows.stop - start] for rows in own)
 
 
 def scales(

@@ -9,6 +9,7 @@ network and the scaling alone take 1.3 times as long as below.)
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -319,7 +320,7 @@ class FixedEnsemble:
 
     def __init__(self, ensemble: Ensemble):
         self.ensemble = ensemble
-        tensors, E = ensemble.tensors, len(ensemble)
+        tensors = ensemble.tensors
         mu, mu_scale = tensors["guide.mu_loc"], tensors["guide.mu_log_scale"].exp()
         self.mu, self.mu_var = mu.unsqueeze(-2), mu_scale.square().unsqueeze(-2)  # (E, 1, F)
         self.has_input_units = ensemble.model.num_input_units > 0
@@ -328,13 +329,20 @@ class FixedEnsemble:
             gain, shift = ensemble.model.scaling.affine(*statistics)
             self.shift = shift.unsqueeze(-1)  # (E, P, 1)
             self.weight = gain.unsqueeze(-1) * tensors["model.embedding.weight"]  # (E, P, D_w)
-        loc, var = ensemble.scaled_weights()  # (E, F, P, M) each
-        self.members: list[Any] = []
-        if loc.shape[1] <= _MAX_GATHERED_FUNCTIONS:
-            make = ensemble.model.layer.activation.fixed_moments
-            self.members = [make(*weights) for weights in zip(loc, var, strict=True)]
-            # The sum over the members is one function of the units of all of them.
-            self.average = make(*(part.transpose(0, 1).flatten(1, 2) / E for part in (loc, var)))
+        self.weights = ensemble.scaled_weights()  # (E, F, P, M) each
+        self.is_gathered = mu.shape[-1] <= _MAX_GATHERED_FUNCTIONS
+
+    @cached_property
+    def members(self) -> list[Any]:
+        """Mean and variance of each member's f without its bias, as functions of its units."""
+        make = self.ensemble.model.layer.activation.fixed_moments
+        return [make(*weights) for weights in zip(*self.weights, strict=True)]
+
+    @cached_property
+    def average(self) -> Any:
+        """The average over the members, which is one function of the units of all of them."""
+        parts = (part.transpose(0, 1).flatten(1, 2) / len(self.ensemble) for part in self.weights)
+        return self.ensemble.model.layer.activation.fixed_moments(*parts)
 
     def unit_inputs(self, features: Tensor) -> Tensor:
         """`Ensemble.unit_inputs`, where embedding and scaling are one map, `(E, P, N)`."""
@@ -344,7 +352,7 @@ class FixedEnsemble:
 
     def moments_from(self, features: Tensor) -> FunctionMoments:
         """`Ensemble.moments_from`."""
-        if not self.members:
+        if not self.is_gathered:
             return self.ensemble.moments_from(features)
         h = self.unit_inputs(features)
         found = [moments(rows) for moments, rows in zip(self.members, h.mT, strict=True)]
@@ -354,7 +362,7 @@ class FixedEnsemble:
 
     def mean_from(self, features: Tensor, num_functions: int) -> Tensor:
         """The mean of the first functions, averaged over the members, `(N, num_functions)`."""
-        if not self.members:
+        if not self.is_gathered:
             return self.ensemble.moments_from(features).mean[..., :num_functions].mean(0)
         h = self.unit_inputs(features).flatten(0, 1)  # (E P, N)
         mu = self.mu[..., :num_functions].mean(0)

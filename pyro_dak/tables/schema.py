@@ -550,12 +550,15 @@ def _looks_numeric(column: pd.Series, name: str) -> bool:
 
 def _numbers(column: pd.Series, name: str) -> Array:
     """A column as float64, NaN where values are missing. Text and infinity are errors."""
-    numbers, is_text = _parsed(column)
-    if is_text.any():
-        raise TableError(f"column `{name}` must hold numbers; got {_cell(column, is_text)}.")
-    values = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
-    is_infinite = pd.Series(np.isinf(values), index=column.index)
-    if is_infinite.any():
+    if isinstance(column.dtype, np.dtype) and column.dtype.kind in "fiu":
+        values = column.to_numpy(dtype=np.float64)
+    else:
+        numbers, is_text = _parsed(column)
+        if is_text.any():
+            raise TableError(f"column `{name}` must hold numbers; got {_cell(column, is_text)}.")
+        values = numbers.to_numpy(dtype=np.float64, na_value=np.nan)
+    if np.isinf(values).any():
+        is_infinite = pd.Series(np.isinf(values), index=column.index)
         raise TableError(
             f"column `{name}` has {int(is_infinite.sum())} infinite values, the first in "
             f"{_place(column, is_infinite)}."

@@ -123,6 +123,19 @@ def test_fine_tuning_leaves_the_features_as_they_are(tmp_path):
     assert len(network) > 2
 
 
+def test_a_network_that_was_recorded_elsewhere_is_trained_again_for_fine_tuning(tmp_path):
+    options = {"epochs": 1, "max_rows": 50}
+    network = mnist.make_job("digits", "nn", **options)
+    images.run_jobs([network], tmp_path)
+    weights = feature_weights(network, tmp_path)
+    images.remove_checkpoints([network], tmp_path)
+    tuned = mnist.make_job("digits", "dak_natural", is_tuned=True, **options)
+    images.run_jobs([network, tuned], tmp_path)
+    assert len(read_runs(tmp_path)) == 2
+    found = feature_weights(network, tmp_path)
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
 def test_the_network_under_fine_tuning_has_the_recipe_of_the_network():
     """Also where the network of a model has a rate of its own in full training."""
     job = mnist.make_job("fashion", "dak_natural", is_tuned=True, tune_epochs=3)

@@ -15,6 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pyro_dak import DAKClassifier, DAKRegressor, predict
+from pyro_dak.tables import base
 
 SMALL = {"hidden_layer_sizes": (16, 8), "num_units": 4, "level": 3, "progress": False}
 
@@ -279,6 +280,16 @@ def test_many_rows_are_predicted_as_few_are():
     np.testing.assert_allclose(model.x_scale_[:3], X.std(0))
     parts = [model.predict(part) for part in np.array_split(X, 7)]
     np.testing.assert_allclose(model.predict(X), np.concatenate(parts), rtol=1e-10)
+
+
+def test_rows_are_encoded_chunk_by_chunk_as_at_once(monkeypatch):
+    X, y = regression(300)
+    X[::7, 0] = np.nan
+    model = regressor(epochs=1, early_stopping=False).fit(X, y)
+    expected = model.predict(X)
+    monkeypatch.setattr(base, "_CHUNK", 64)
+    monkeypatch.setattr(base, "_ENCODED_CHUNKS", 2)
+    np.testing.assert_allclose(model.predict(X), expected, rtol=1e-10)
 
 
 def test_classes_of_a_call_that_failed_are_forgotten():

@@ -136,8 +136,9 @@ class GaussianGuide(PyroModule):
         y: Tensor,
         log_noise: Tensor,
         priors: NormalParameters,
+        scale: float,
     ) -> tuple[Tensor, Tensor] | None:
-        """E_q log p(y | f) summed over the rows and `kl_normal`, for a noise alike for all of y.
+        """`scale` sum_n E_q log p(y_n | f) and `kl_normal`, for a noise alike for all of y.
 
         The noise has the standard deviation exp(log_noise). None where a guide does not compute
         these as one operation.

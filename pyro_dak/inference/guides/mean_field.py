@@ -58,12 +58,14 @@ class MeanFieldGuide(SiteNormals):
         y: Tensor,
         log_noise: Tensor,
         priors: NormalParameters,
+        scale: float,
     ) -> tuple[Tensor, Tensor] | None:
         """One operation for this very class with standard normal priors and no linear term."""
         if type(self) is not MeanFieldGuide or not _is_standard(priors):
             return None
         z, mu = (self.z_loc, self.z_log_scale), (self.mu_loc, self.mu_log_scale)
-        return layer.activation.gaussian_bound(h, y, *z, layer.log_unit_scale, *mu, log_noise)
+        tensors = (*z, layer.log_unit_scale, *mu, log_noise)
+        return layer.activation.gaussian_bound(h, y, *tensors, scale=scale)
 
     def unit_roots(self) -> tuple[Tensor, Tensor | None]:
         return independent_roots(torch.diag_embed(self.z_scale), self.linear_scale())

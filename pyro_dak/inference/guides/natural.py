@@ -456,16 +456,13 @@ class NaturalGuide(TrilGuide):
         if not (may_round and self._is_accurate(layer, h, k)):
             design, g, k = (part.to(state) for part in (design, g, k))
         gradient = (g.mT @ design).to(state)
-        if k.shape[-1] == 1:
-            curvature = (design.mT @ (k * design)).unsqueeze(0).to(state)
-        if self.covariance != "shared" and k.shape[-1] == 1:
-            return RowSums(gradient, curvature)
-        if self.covariance != "shared":
-            return RowSums(gradient, ((design.mT * k.mT.unsqueeze(-2)) @ design).to(state))
-        mean, own = k.mean(-1), derivatives.curvature
-        steepest = torch.minimum(coupling * own.amax(-1), own.sum(-1)).sum()
-        curvature = ((design.mT * mean) @ design).unsqueeze(0).to(state)
-        return RowSums(gradient, curvature, None, steepest, mean.sum())
+        if self.covariance == "shared":
+            mean = (k[:1] if k.stride(0) == 0 else k).mean(-1).expand(len(k))
+            own = derivatives.curvature
+            steepest = torch.minimum(coupling * own.amax(-1), own.sum(-1)).sum()
+            curvature = _weighted_squares(design, mean.unsqueeze(-1)).to(state)
+            return RowSums(gradient, curvature, None, steepest, mean.sum())
+        return RowSums(gradient, _weighted_squares(design, k).to(state))
 
     def _is_accurate(self, layer: AdditiveLayer, h: Tensor, k: Tensor) -> bool:
         """Whether rounding of Phi^T diag(k) Phi in the dtype of the design is small to the prior.
@@ -539,8 +536,7 @@ class NaturalGuide(TrilGuide):
             both = 2 * coupling if self._num_fine else coupling
             step = rest / self.precision * min(1.0, 1 / (share * both * max(1, self._num_fine)))
             rest = self._coarse(rest)
-            inverse = self._inverse("coarse_precision")
-            coarse = _times(inverse, rest) * min(1.0, 1 / (share * both))
+            coarse = _solved(self.coarse_precision, rest) * min(1.0, 1 / (share * both))
             if self.has_common_shift:
                 coarse += self._common_step(rest, "coarse_total")
             self._set_coarse(step, coarse)
@@ -846,6 +842,22 @@ class _Inverse(NamedTuple):
     version: int
     values: dict[torch.dtype, Tensor]
     log_det: Tensor
+
+
+def _weighted_squares(design: Tensor, k: Tensor) -> Tensor:
+    """Phi^T diag(k_c) Phi of each column c of k `(B, C)`, `(C, K, K)`, for Phi `(B, K)`."""
+    if k.stride(0) == 0:  # one row stands for all, as with one Gaussian noise
+        return (design.mT @ design) * k[0, :, None, None]
+    if k.shape[-1] == 1:
+        return (design.mT @ (k * design)).unsqueeze(0)
+    return (design.mT * k.mT.unsqueeze(-2)) @ design
+
+
+def _solved(precisions: Tensor, right: Tensor) -> Tensor:
+    """A^{-1} b for `(F, K, K)` and rows b `(F, K)`; NaN where A is not positive definite."""
+    tril, info = torch.linalg.cholesky_ex(precisions)
+    solved = torch.cholesky_solve(right.unsqueeze(-1), tril).squeeze(-1)
+    return solved.masked_fill_((info != 0).unsqueeze(-1), math.nan)
 
 
 def _times(matrices: Tensor, right: Tensor) -> Tensor:
