@@ -60,6 +60,7 @@ class LocalConstants(NamedTuple):
     `levels` and `features` are those of the plain formulas in `bridge`, `intervals` those of
     `fast.fused`. The maps go from z to values at the nodes, `(M, M)`, and from means and variances
     of z to the moments of intervals and of nodes (`fused.interval_matrix`, `fused.node_matrix`).
+    `middles` are those of `bound.GaussianBound`, which has none on very coarse grids.
     """
 
     levels: LevelConstants
@@ -68,6 +69,7 @@ class LocalConstants(NamedTuple):
     node_map: fused.LinearMap
     interval_map: fused.LinearMap
     moment_map: fused.LinearMap
+    middles: bound.Middles | None
 
 
 class UnitConstants(NamedTuple):
@@ -86,7 +88,9 @@ class UnitConstants(NamedTuple):
 def _exact_constants(level: int, delta: float) -> list[Tensor]:
     """Constants of levels and features, and the matrices, sparse; in float64 on the CPU."""
     L = bridge.node_factor(level, delta)
-    matrices = (L, fused.interval_matrix(L, math.exp(-delta)), fused.node_matrix(L, delta))
+    matrices = [L, fused.interval_matrix(L, math.exp(-delta)), fused.node_matrix(L, delta)]
+    if delta <= bound.MAX_DELTA:
+        matrices.append(bound.middle_matrix(L, delta))
     return [*level_constants(level, delta), *bridge.feature_constants(level, delta), *matrices]
 
 
@@ -504,9 +508,10 @@ class KernelActivation(nn.Module):
             return None
         if y.requires_grad or self.takes_dense_route(loc):
             return None
-        constants = self.local_constants(loc)
-        maps = constants.interval_map, constants.intervals
-        return bound.GaussianBound.apply(h, y, loc, *others, *maps, scale)
+        middles = self.local_constants(loc).middles
+        if middles is None:
+            return None
+        return bound.GaussianBound.apply(h, y, loc, *others, middles, scale)
 
     def design_moments(
         self,
@@ -672,7 +677,7 @@ class KernelActivation(nn.Module):
         cast = [part.to(device, own) for part, own in zip(exact, dtypes, strict=True)]
         M, low, spacing = self.num_inducing, self.grid.bounds[0], self.grid.spacing
         is_dense = is_meta or M <= _MAX_DENSE_NODES
-        node_map, interval_map, moment_map = (fused.LinearMap(A, is_dense) for A in cast[7:])
+        node_map, interval_map, moment_map = (fused.LinearMap(A, is_dense) for A in cast[7:10])
         return LocalConstants(
             LevelConstants(*cast[:2]),
             bridge.FeatureConstants(*cast[2:7]),
@@ -680,6 +685,7 @@ class KernelActivation(nn.Module):
             node_map,
             interval_map,
             moment_map,
+            bound.middles_of_grid(cast[10], is_dense, low, spacing, delta) if cast[10:] else None,
         )
 
     def _between_nodes(

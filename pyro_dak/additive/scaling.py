@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from pyro_dak.fast.transforms import needs_plain_operations
 from pyro_dak.validation import check_bounds, check_choice, check_integer, check_positive
 
 __all__ = [
@@ -68,7 +69,8 @@ class Scaling(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         rows = h if h.dim() == 2 else h.flatten(0, -2)
-        rows = rows.to(self.first.dtype)  # statistics keep their precision
+        if rows.dtype != self.first.dtype:
+            rows = rows.to(self.first.dtype)  # statistics keep their precision
         is_fixed = not self.training or self.is_frozen
         # A single row has no spread: it is mapped by what earlier batches showed.
         if is_fixed or (len(rows) < 2 and not self.spans_processes()):
@@ -206,7 +208,7 @@ class Standardize(Scaling):
         scaled, mean, inverse_std = torch.native_batch_norm(
             h, gain, middle, None, None, True, 0.0, self.eps
         )
-        return scaled, mean, (inverse_std.detach().pow(-2) - self.eps).clamp_(min=0)
+        return scaled, mean, inverse_std.detach().pow(-2).sub_(self.eps).clamp_(min=0)
 
     def batch_statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, over all processes if there are several."""
@@ -320,7 +322,13 @@ def update_running(
     Batch t, after the `num_batches`, `(...,)`, before it, has weight 1/t, or `momentum` if that is
     more.
     """
-    weight = num_batches.add_(1).reciprocal().clamp_(min=momentum).unsqueeze(-1)
+    num_batches.add_(1)
+    if num_batches.is_cpu and num_batches.dim() == 0 and not needs_plain_operations():
+        number = max(1 / float(num_batches), momentum)
+        for average, value in zip(running, batch, strict=True):
+            average.lerp_(value, number)
+        return
+    weight = num_batches.reciprocal().clamp_(min=momentum).unsqueeze(-1)
     for average, value in zip(running, batch, strict=True):
         average.lerp_(value, weight.to(value.dtype))
 

@@ -57,7 +57,7 @@ class Intervals(NamedTuple):
     as tensors where torch would otherwise convert them at each call. `slope` is delta / spacing.
     `squares`, `(M + 1,)`, holds 1 / sinh(delta)^2 for the intervals between two nodes and 0 for the
     two unbounded ones. `ends` is (1, 0) and `signs` is (-1, 1), both `(2, 1, 1, 1)`. `coefficients`
-    are those of `_sinh_coefficients`; `last_coefficient` is the last of them as a number. `slopes`,
+    are those of `sinh_coefficients`; `last_coefficient` is the last of them as a number. `slopes`,
     `(5, 5)`, are those of `_slopes`, times slope.
 
     Where units have a delta each (`unit_intervals`), it is `(P, 1)`, and so are the slope and the
@@ -89,7 +89,7 @@ def intervals_of_grid(
     square = 4 * math.exp(-2 * delta) / math.expm1(-2 * delta) ** 2
     squares = torch.full((num_nodes + 1,), square, dtype=torch.float64)
     squares[[0, -1]] = 0
-    coefficients = _sinh_coefficients(delta, torch.finfo(dtype).eps)
+    coefficients = sinh_coefficients(delta, torch.finfo(dtype).eps)
     numbers = [low, spacing, delta / spacing, 1, 0, -1, 1, *coefficients]
     cast = torch.tensor(numbers, dtype=torch.float64).to(device, dtype)
     low_, spacing_, slope = cast[:3]
@@ -136,7 +136,7 @@ def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Inte
     delta = delta.unsqueeze(-1)  # (P, 1)
     coefficients: tuple[Tensor, ...] = ()
     if delta.device.type == "cpu" and not needs_plain_operations():
-        num = len(_sinh_coefficients(float(delta.detach().amax()), torch.finfo(delta.dtype).eps))
+        num = len(sinh_coefficients(float(delta.detach().amax()), torch.finfo(delta.dtype).eps))
         if num > 0:
             coefficients = (delta / sinh.unsqueeze(-1),)
             square = delta * delta
@@ -151,7 +151,7 @@ def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Inte
     )
 
 
-def _sinh_coefficients(delta: float, eps: float) -> list[float]:
+def sinh_coefficients(delta: float, eps: float) -> list[float]:
     """c_k with sinh(a delta) / sinh(delta) = sum_k c_k a^(2 k + 1), as many as matter for a <= 1.
 
     c_k = delta^(2 k + 1) / ((2 k + 1)! sinh(delta)). They are positive and sum to 1, so nothing
@@ -205,19 +205,25 @@ class LinearMap:
 
     def __call__(self, z: Tensor) -> Tensor:
         """`(..., M)` to `(..., R)`."""
-        return self._columns(z).mT.reshape(*z.shape[:-1], -1)
+        return self.columns(z).mT.reshape(*z.shape[:-1], -1)
 
     def units_last(self, z: Tensor) -> Tensor:
         """`(..., P, M)` to `(..., R, P)`."""
-        return self._columns(z).reshape(-1, *z.shape[:-1]).movedim(0, -2)
+        return self.columns(z).reshape(-1, *z.shape[:-1]).movedim(0, -2)
 
     def transpose(self, grad: Tensor) -> Tensor:
         """The transpose of `units_last`, `(F, R, P)` to `(F, P, M)`, without a gradient."""
         F, R, P = grad.shape
         flat = grad.transpose(0, 1).reshape(R, F * P)
-        return (self.transposed @ flat).mT.view(F, P, -1)
+        return self.transpose_rows(flat).view(F, P, -1)
 
-    def _columns(self, z: Tensor) -> Tensor:
+    def transpose_rows(self, grad: Tensor) -> Tensor:
+        """The transpose of grad `(R, K)` times A, `(K, M)`, without a gradient."""
+        if self.is_dense:
+            return grad.mT @ self.matrix
+        return (self.transposed @ grad).mT.contiguous()
+
+    def columns(self, z: Tensor) -> Tensor:
         """A times the transpose of z with all but its last axis as one, `(R, K)`."""
         flat = z.reshape(-1, z.shape[-1]).mT
         if self.is_dense:
@@ -237,7 +243,7 @@ def interval_matrix(
     """
     before, after = (decay * L.index_select(0, torch.tensor([row])) for row in (0, len(L) - 1))
     left, right = torch.cat([before, L]).coalesce(), torch.cat([L, after]).coalesce()
-    return _side_by_side([left, right], [left * left, right * right, 2 * (left * right)])
+    return side_by_side([left, right], [left * left, right * right, 2 * (left * right)])
 
 
 def node_matrix(L: Float[Tensor, "m m"], delta: float) -> Float[Tensor, "three_m_plus_6 two_m"]:
@@ -251,10 +257,10 @@ def node_matrix(L: Float[Tensor, "m m"], delta: float) -> Float[Tensor, "three_m
     first, last = (L.index_select(0, torch.tensor([row])) for row in (0, M - 1))
     rows = torch.cat([rho * first, L, rho * last, rho**2 * last]).coalesce()
     nodes, following = (rows.index_select(0, torch.arange(M + 2) + k).coalesce() for k in (0, 1))
-    return _side_by_side([nodes], [nodes * nodes, 2 * (nodes * following)])
+    return side_by_side([nodes], [nodes * nodes, 2 * (nodes * following)])
 
 
-def _side_by_side(of_mean: list[Tensor], of_variance: list[Tensor]) -> Tensor:
+def side_by_side(of_mean: list[Tensor], of_variance: list[Tensor]) -> Tensor:
     """One block below the other; those of the mean in the left columns, the others in the right."""
     empty = torch.zeros_like(of_mean[0])
     blocks = [torch.cat([block, empty], 1) for block in of_mean]

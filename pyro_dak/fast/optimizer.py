@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.optim import Adam, AdamW, Optimizer
 
 __all__ = ["FewCallsAdam", "FewCallsAdamW", "few_calls_class", "total_norm"]
 
+# Up to this many numbers, to copy them together takes less than a norm of each tensor.
+_FEW_NUMBERS = 65_536
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
@@ -24,6 +27,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not _are_alike(tensors):
         return nn.utils.get_total_norm(tensors)
+    if sum(map(Tensor.numel, tensors)) <= _FEW_NUMBERS:
+        return torch.linalg.vector_norm(_flatten_dense_tensors(tensors))
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors])))
 
 

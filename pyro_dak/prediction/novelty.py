@@ -144,7 +144,7 @@ class Leverage(_Statistics):
     def forward(self, features: Tensor) -> Tensor:
         """l of each row, `(N,)`, for features `(N, D_w)`."""
         values = self.kernel_values(features)
-        leverage = values.new_zeros(len(values))
+        leverage = values.new_zeros(values.shape[0])  # not `len`, which exporting takes for fixed
         # The root is upper triangular: its first columns need the first values alone.
         for low in range(0, len(self.root), _COLUMNS):
             high = min(low + _COLUMNS, len(self.root))

@@ -508,9 +508,11 @@ class _Moments:
 
 
 def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
-    """The row groups of all files in the order of their names, and the columns of the first."""
+    """The row groups of all files in the order of their names, and the columns of the first.
+
+    What a data frame was indexed by when it was written is no column.
+    """
     try:
-        import pyarrow
         from pyarrow import dataset
     except ImportError as error:
         raise ImportError(
@@ -527,7 +529,8 @@ def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
         found = dataset.dataset(source, format="parquet", partitioning="hive")
         fragments = sorted(found.get_fragments(), key=lambda fragment: fragment.path)
         split = [(part.path, part) for file in fragments for part in file.split_by_row_group()]
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        schema = _without_index(found.schema)
+    except (ValueError, OSError) as error:  # among them those of Arrow
         reason = str(error).splitlines()[0]
         raise ValueError(f"`path` must hold Parquet files; got {path}: {reason}") from error
     sizes = [part.row_groups[0].num_rows for _, part in split]
@@ -539,7 +542,7 @@ def row_groups(path: Any) -> tuple[list[RowGroup], Any]:
     ]
     if not groups:
         raise ValueError(f"`path` must hold Parquet files with rows; there are none in {path}.")
-    return groups, found.schema
+    return groups, schema
 
 
 def check_alike(
@@ -564,7 +567,7 @@ def check_alike(
     wanted = schema.names if names is None else names
     wanted = [name for name in wanted if name not in left_out]
     for path, fragment in {group.path: group.fragment for group in groups}.items():
-        own, of_folder = fragment.physical_schema, {}
+        own, of_folder = _without_index(fragment.physical_schema), {}
         if fragment.partition_expression is not None:  # names of folders, such as year=2020
             of_folder = dataset.get_partition_keys(fragment.partition_expression)
         for name in wanted:
@@ -580,6 +583,14 @@ def check_alike(
         known = {*schema.names, *left_out, *(own.names if names is not None else ())}
         if more := [name for name in own.names if name not in known]:
             raise _differing(path, f"has the column `{more[0]}`, which the files before it lack")
+
+
+def _without_index(schema: Any) -> Any:
+    """The columns without those that pandas says to hold the index of a data frame."""
+    for name in (schema.pandas_metadata or {}).get("index_columns", ()):
+        if name in schema.names:  # the numbers 0, 1, ... are told by their range and not stored
+            schema = schema.remove(schema.get_field_index(name))
+    return schema
 
 
 def _differing(path: str, reason: str) -> ValueError:

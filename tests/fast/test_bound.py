@@ -16,7 +16,8 @@ from pyro_dak import (
     MeanFieldGuide,
     RBFKernel,
 )
-from pyro_dak.fast import bound
+from pyro_dak.additive import bridge
+from pyro_dak.fast import bound, fused
 from pyro_dak.model.missing import with_missing
 
 NUM_DATA = 400
@@ -66,6 +67,31 @@ def test_bound_is_the_sum_of_its_plain_terms(num_outputs, level, num_bounds):
     model, guide, h, y = case(num_outputs, level)
     assert_bounds_agree(model, guide, h, y)
     assert len(num_bounds) == 1
+
+
+@pytest.mark.parametrize("lengthscale", [0.05, 0.3, 100.0])
+def test_bound_is_the_sum_of_its_plain_terms_on_coarse_and_fine_grids(lengthscale, num_bounds):
+    model, guide, h, y = case(2, level=1, kernel=LaplaceKernel(lengthscale), route="local")
+    assert_bounds_agree(model, guide, h, y)
+    assert len(num_bounds) == 1
+
+
+@pytest.mark.parametrize("level", [1, 2, 5, 10])
+def test_table_holds_both_coefficients_and_their_moments_in_every_interval(level):
+    M, delta = 2**level - 1, 0.3
+    L = bridge.node_factor(level, delta)
+    loc, var = torch.randn(M), torch.rand(M)
+    table = bound.middle_matrix(L, delta).to_dense() @ torch.cat([loc, var])
+    # Values at both nodes, from A and B: those of `interval_matrix`, for any weights.
+    decay = math.exp(-delta)
+    left, right = (fused.interval_matrix(L, decay).to_dense()[: 2 * (M + 1), :M]).chunk(2)
+    c, s = math.cosh(delta / 2), math.sinh(delta / 2)
+    A, B = torch.linalg.solve(
+        torch.tensor([[c, -s], [c, s]]), torch.stack([left, right]).flatten(1)
+    )
+    A, B = A.view(M + 1, M), B.view(M + 1, M)
+    rows = [A @ loc, B @ loc, (A.square() + B.square()) @ var, 2 * (A * B) @ var, A.square() @ var]
+    assert_close(table.view(5, M + 1), torch.stack(rows))
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -126,6 +152,11 @@ OTHERS = {
     "objective": ({}, MeanFieldGuide, OtherELBO),
     "kernel": ({"kernel": RBFKernel(0.3)}, MeanFieldGuide, ClosedFormELBO),
     "lengthscales": ({"kernel": LaplaceKernel(0.3, learn=True)}, MeanFieldGuide, ClosedFormELBO),
+    "coarse grid": (
+        {"level": 1, "kernel": LaplaceKernel(0.02), "route": "local"},
+        MeanFieldGuide,
+        ClosedFormELBO,
+    ),
     "route": ({"route": "dense"}, MeanFieldGuide, ClosedFormELBO),
     "linear term": ({"linear_term": True}, MeanFieldGuide, ClosedFormELBO),
     "prior": (

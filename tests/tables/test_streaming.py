@@ -10,7 +10,7 @@ from pyro_dak import DAKClassifier, DAKRegressor
 from pyro_dak.tables import streaming
 from pyro_dak.tables.cli import app
 from pyro_dak.tables.files import TableError, read_table
-from pyro_dak.tables.schema import learn_columns, with_telling_gaps
+from pyro_dak.tables.schema import encode, learn_columns, with_telling_gaps
 from pyro_dak.tables.streaming import TableRows, fit_files, is_large
 
 
@@ -66,6 +66,49 @@ def test_scales_are_those_of_the_estimator_in_memory(folder):
         scales, (inside.x_mean_, inside.x_scale_, inside.y_mean_, inside.y_scale_), strict=True
     ):
         np.testing.assert_allclose(own, expected, rtol=1e-10, atol=1e-12)
+
+
+INDEXES = {
+    "range": lambda frame: frame,
+    "filtered": lambda frame: frame[frame["new"]],
+    "named": lambda frame: frame.set_index(np.arange(len(frame)) + 7.0).rename_axis("id"),
+    "named like a column": lambda frame: frame.set_index(np.arange(len(frame))).rename_axis("town"),
+    "of two": lambda frame: frame.assign(a="x", b=1).set_index(["a", "b"]),
+    "of dates": lambda frame: frame.set_index(pd.date_range("2020-01-01", periods=len(frame))),
+}
+
+
+@pytest.mark.parametrize("first", INDEXES)
+def test_what_a_frame_is_indexed_by_is_no_column(tmp_path, first, monkeypatch):
+    torch.set_default_dtype(torch.float32)
+    folder, names = tmp_path / "rows", ["area", "town", "sold", "new"]
+    folder.mkdir()
+    for number, name in enumerate([first, *INDEXES]):
+        INDEXES[name](houses(200, number)).to_parquet(folder / f"{number}.parquet")
+    for path in (folder, folder / "0.parquet"):
+        table, rows = read_table(path), TableRows(path, "price")
+        assert [*table] == [*names, "price"]
+        assert rows.columns == names
+        x, scales = rows.read_all(torch.float64)[0].numpy(), rows.scales
+        expected = encode(table[names], rows.schema)
+        found = x * scales.x_scale + scales.x_mean
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-9)
+    with pytest.raises(TableError, match="has no column `id`"):
+        TableRows(folder, "price", drop=["id"])
+    monkeypatch.setattr(streaming, "LARGE_TABLE", 200 * 5)
+    assert not is_large(folder / "0.parquet")  # the index does not count
+
+
+def test_a_column_that_other_files_are_indexed_by_is_refused(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    frame = houses(50).assign(id=np.arange(50.0))
+    for order, message in (((0, 1), "has the column `id`"), ((1, 0), "lacks the column `id`")):
+        for number, table in zip(order, (frame.set_index("id"), frame), strict=True):
+            table.to_parquet(folder / f"{number}.parquet")
+        for read in (read_table, lambda path: TableRows(path, "price")):
+            with pytest.raises(TableError, match=rf"1\.parquet: {message}, which the files before"):
+                read(folder)
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])

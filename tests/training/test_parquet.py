@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 import pyarrow
 import pytest
 import torch
@@ -379,6 +380,19 @@ def test_files_may_store_the_same_values_otherwise(tmp_path):
     check_alike(groups, schema)
     read = [group.fragment.to_table(schema=schema)["t"].to_pylist() for group in groups]
     assert read == [["x"] * 20, [None] * 20, ["x"] * 20, ["x"] * 20]
+
+
+def test_what_a_data_frame_is_indexed_by_is_no_column(tmp_path):
+    frame = pd.DataFrame(columns_of(40))
+    part = frame[frame["number"] % 5 > 1]  # whose index is stored, unlike 0, 1, ...
+    for number, table in enumerate([part, frame, part.rename_axis("place"), frame]):
+        table.to_parquet(tmp_path / f"{number}.parquet")
+    rows = ParquetRows(tmp_path, "y")
+    assert rows.columns == ["number", "a", "b"]
+    x, _ = rows.read_all(torch.float64)
+    assert numbers(rows, x).tolist() == 2 * [*part["number"], *range(40)]
+    with pytest.raises(ValueError, match="`columns` must be one of"):
+        ParquetRows(tmp_path / "2.parquet", "y", ["a", "place"])
 
 
 def test_what_cannot_be_read_is_refused_in_so_many_words(folder, tmp_path, no_type_checker):
