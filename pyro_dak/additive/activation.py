@@ -41,6 +41,8 @@ _ROUTES = ("auto", "dense", "local")
 
 # Up to this many nodes the maps to the nodes are dense; above, they are in compressed rows.
 _MAX_DENSE_NODES = 127
+# Those of `bound.Middles`, which are never compiled, are dense up to this many.
+_MAX_DENSE_MIDDLES = 63
 
 
 def dense_is_faster(num_inducing: int, num_outputs: int) -> bool:
@@ -678,6 +680,10 @@ class KernelActivation(nn.Module):
         M, low, spacing = self.num_inducing, self.grid.bounds[0], self.grid.spacing
         is_dense = is_meta or M <= _MAX_DENSE_NODES
         node_map, interval_map, moment_map = (fused.LinearMap(A, is_dense) for A in cast[7:10])
+        middles = None
+        if len(cast) > 10:
+            is_dense = is_meta or M <= _MAX_DENSE_MIDDLES
+            middles = bound.middles_of_grid(cast[10], is_dense, low, spacing, delta)
         return LocalConstants(
             LevelConstants(*cast[:2]),
             bridge.FeatureConstants(*cast[2:7]),
@@ -685,7 +691,7 @@ class KernelActivation(nn.Module):
             node_map,
             interval_map,
             moment_map,
-            bound.middles_of_grid(cast[10], is_dense, low, spacing, delta) if cast[10:] else None,
+            middles,
         )
 
     def _between_nodes(

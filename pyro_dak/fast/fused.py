@@ -142,13 +142,11 @@ def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Inte
             square = delta * delta
         for k in range(1, num):
             coefficients += (coefficients[-1] * square / (2 * k * (2 * k + 1)),)
-    return of_grid._replace(
-        slope=delta / of_grid.spacing,
-        squares=squares,
-        coefficients=coefficients,
-        last_coefficient=coefficients[-1] if coefficients else math.nan,
-        delta=delta,
-    )
+    low, spacing, _, _, ends, signs, _, _, slopes, _, num_nodes = of_grid
+    last = coefficients[-1] if coefficients else math.nan
+    # The compiler of torch 2.7 knows no `_replace`.
+    constants = (squares, ends, signs, coefficients, last, slopes)
+    return Intervals(low, spacing, delta / spacing, *constants, delta, num_nodes)
 
 
 def sinh_coefficients(delta: float, eps: float) -> list[float]:
@@ -175,11 +173,23 @@ class _SparseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, matrix: Tensor, transposed: Tensor) -> Tensor:
         ctx.matrix, ctx.transposed = matrix, transposed
-        return matrix @ z
+        return _sparse_product(matrix, z)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _SparseProduct.apply(grad, ctx.transposed, ctx.matrix), None, None
+
+
+def _sparse_product(matrix: Tensor, z: Tensor) -> Tensor:
+    """A z for A in compressed rows; without a gradient."""
+    if z.dtype != torch.float32 or not z.is_cpu or z.shape[1] < 16:
+        return matrix @ z
+    # Its rows are sums of a few weighted rows of z each, for which torch has a faster operation.
+    indices, starts = matrix.col_indices(), matrix.crow_indices()
+    sums, *_ = torch.embedding_bag(
+        z.contiguous(), indices, starts, False, 0, False, matrix.values(), True
+    )
+    return sums
 
 
 class LinearMap:
@@ -221,7 +231,7 @@ class LinearMap:
         """The transpose of grad `(R, K)` times A, `(K, M)`, without a gradient."""
         if self.is_dense:
             return grad.mT @ self.matrix
-        return (self.transposed @ grad).mT.contiguous()
+        return _sparse_product(self.transposed, grad).mT.contiguous()
 
     def columns(self, z: Tensor) -> Tensor:
         """A times the transpose of z with all but its last axis as one, `(R, K)`."""

@@ -144,6 +144,20 @@ def test_table_holds_means_variances_and_twice_the_covariance_of_every_interval(
     assert_close(table, torch.stack(rows), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_columns", [3, 40])
+def test_map_in_compressed_rows_is_the_dense_one(num_columns, dtype):
+    matrix = fused.interval_matrix(bridge.node_factor(6, 0.3))
+    z = torch.randn(num_columns, matrix.shape[1], dtype=dtype, requires_grad=True)
+    grad = torch.randn(matrix.shape[0], num_columns, dtype=dtype)
+    maps = [fused.LinearMap(matrix.to(dtype), is_dense) for is_dense in (True, False)]
+    dense, compressed = (
+        (found := own.columns(z), torch.autograd.grad(found, z, grad), own.transpose_rows(grad))
+        for own in maps
+    )
+    assert_close(compressed, dense)
+
+
 def mean_field(level, num_functions=2, num_units=3):
     """Means and logarithms of scales of z, those of sigma, and the same for mu."""
     M = 2**level - 1
