@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.suite import CASES, format_rows, measure
 from experiments import screen
@@ -72,6 +73,7 @@ def draw(runs: list[Line], figures: Path) -> list[Path]:
             color = f"C{models.index(row['name'])}"
             axis.loglog(row["sizes"], row["milliseconds_by_size"], "o-", color=color, ms=3)
         axis.set_xlabel(title)
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("milliseconds of the processor")
     for place, name in enumerate(models):
