@@ -1,6 +1,9 @@
 """Training steps of regression, side by side, in the kin40k setting.
 
-D = 8 columns, D_w = 64 features, P = 16 units, batches of B = 512 rows.
+D = 8 columns, D_w = 64 features, P = 16 units, batches of B = 512 rows. First come the steps of
+`fit` and of one's own loop beside a network as people write it, with a linear output, the mean
+squared error, torch's fused Adam and nothing else ("bare network"; a timed call is eight steps);
+then all models of the board, whose network has the same loop as they have.
 """
 
 from collections.abc import Iterable
@@ -8,10 +11,14 @@ from functools import partial
 
 import torch
 from pyro.infer import Trace_ELBO
+from torch import Tensor, nn
 
 import models
+from benchmarks.natural import NUM_STEPS, NUM_WARM_UP, fit_step, network_step
 from benchmarks.steps import NUM_DATA, Row, Step, ratio_rows, training_step
 from benchmarks.timing import time_side_by_side
+from models.shared.backbones import backbone
+from pyro_dak import DAK, ClosedFormELBO, MeanFieldGuide
 
 __all__ = ["run"]
 
@@ -37,10 +44,46 @@ def regression_steps(
     return steps
 
 
+def own_loop_step(model: DAK, guide: MeanFieldGuide, x: Tensor, y: Tensor) -> Step:
+    """Eight steps of a bare loop on the loss as a module."""
+    loss = ClosedFormELBO()(model, guide)
+    optimizer = torch.optim.Adam(loss.parameters(), fused=True)
+
+    def step() -> None:
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss(x, y, num_data=NUM_DATA).backward()
+            optimizer.step()
+
+    return step
+
+
+def beside_bare_network(
+    level: int, batch_size: int, is_compiled: bool, repetitions: int, num_warm_up: int
+) -> list[Row]:
+    """Ratios of DAK-CF's steps to those of the bare network."""
+    torch.manual_seed(0)
+    x, y = torch.randn(batch_size, 8), torch.randn(batch_size, 1)
+    network = nn.Sequential(backbone(8, 64), nn.Linear(64, 1))
+    steps = {"bare network": network_step(network, nn.functional.mse_loss, x, y, is_compiled)}
+    model = DAK(backbone(8, 64), 64, level=level)
+    guide = MeanFieldGuide(model)
+    steps["fit"] = fit_step(model, guide, x, y, compile=is_compiled, num_warm_up=num_warm_up)
+    if not is_compiled:
+        model = DAK(backbone(8, 64), 64, level=level)
+        steps["own loop"] = own_loop_step(model, MeanFieldGuide(model), x, y)
+    setting = f"M={2**level - 1}, {'compiled, ' * is_compiled}eight steps"
+    return ratio_rows(setting, time_side_by_side(steps, repetitions), "bare network")
+
+
 def run(repetitions: int, quick: bool) -> list[Row]:
-    """Ratios to the plain network; compiled steps are compared with the compiled network."""
+    """Ratios to the network; compiled steps are compared with the compiled network."""
     batch_size = 32 if quick else 512
     table = []
+    for level in (3,) if quick else (3, 6, 10):
+        for is_compiled in (False,) if quick else (False, True):
+            warm_up = 1 if quick else NUM_WARM_UP
+            table += beside_bare_network(level, batch_size, is_compiled, repetitions, warm_up)
     for level in (3,) if quick else (3, 6, 10):
         names = ["nn", "dak_cf", "dak_mc", "dak_trace"]
         if level == 3:

@@ -12,12 +12,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from matplotlib import pyplot as plt
 
 from benchmarks.suite import CASES, format_rows, measure
 from experiments import screen
-from experiments.report import announce_report, newest
+from experiments.report import announce_report, newest, save_figure
 from experiments.runs import Job, Line, result_directory, run_all, start
 from pyro_dak.validation import check_choice
+
+# Settings of the complexity table that are drawn, and what is on their axes.
+_PANELS = {
+    "M, training step": "M, inducing points (step)",
+    "C, training step for classes": "C, classes (step)",
+    "B, training step": "B, rows of a batch (step)",
+    "N, prediction": "N, rows (prediction)",
+}
 
 
 def make_job(case: str, threads: int, repetitions: int, quick: bool = False) -> Job:
@@ -33,13 +42,42 @@ def run(job: Job, tell: Callable[[str], None]) -> dict[str, Any]:
     return {"rows": rows, "torch": torch.__version__, "machine": platform.machine()}
 
 
+def _newest(runs: list[Line]) -> list[Line]:
+    return newest(runs, lambda run: (run["config"]["dataset"], run["config"]["threads"]))
+
+
 def table(runs: list[Line]) -> str:
     """Times and ratios, then slopes, as Markdown."""
-    shown = newest(runs, lambda run: (run["config"]["dataset"], run["config"]["threads"]))
+    shown = _newest(runs)
     order = list(CASES)
     shown.sort(key=lambda run: (run["config"]["threads"], order.index(run["config"]["dataset"])))
     text = "Medians over the rounds, with half their range; candidates take turns in one process."
     return f"{text}\n\n{format_rows([row for run in shown for row in run['rows']])}\n"
+
+
+def draw(runs: list[Line], figures: Path) -> list[Path]:
+    """The complexity table as curves: milliseconds by size, a panel for each axis."""
+    rows = [
+        row
+        for run in _newest(runs)
+        for row in run["rows"]
+        if run["config"]["dataset"] == "complexity" and run["config"]["threads"] == 1
+    ]
+    if not rows:
+        return []
+    models = list(dict.fromkeys(row["name"] for row in rows))
+    figure, axes = plt.subplots(1, len(_PANELS), figsize=(3.2 * len(_PANELS), 3.2))
+    for axis, (setting, title) in zip(axes, _PANELS.items(), strict=True):
+        for row in (row for row in rows if row["setting"] == f"growth with {setting}"):
+            color = f"C{models.index(row['name'])}"
+            axis.loglog(row["sizes"], row["milliseconds_by_size"], "o-", color=color, ms=3)
+        axis.set_xlabel(title)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("milliseconds of the processor")
+    for place, name in enumerate(models):
+        axes[-1].plot([], [], "o-", color=f"C{place}", ms=3, label=name)
+    axes[-1].legend(frameon=False, fontsize=7)
+    return [save_figure(figure, figures / "growth.png")]
 
 
 def main(

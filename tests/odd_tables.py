@@ -199,6 +199,14 @@ def _with_line(change: Callable[[str], str], message: str) -> Any:
     return _refused(write)
 
 
+# Older versions of pandas take 1e400 for text, newer ones for infinity.
+_TOO_LARGE = (
+    "`y` has 1 infinite values, the first in line {line}"
+    if np.isinf(pd.to_numeric("1e400", errors="coerce"))
+    else "target `y` mixes numbers and text, first '1e400' in line {line}"
+)
+
+
 def _with_cell(column: str, text: str, message: str, *arguments: str) -> Any:
     """A maker of files in which one cell of a column is changed; the message names its line."""
 
@@ -439,7 +447,7 @@ _WRONG: dict[str, Maker] = {
         "y", "", "target `y` has 1 missing values, the first in line {line}"
     ),
     "infinity": _with_cell("x0", "inf", "`x0` has 1 infinite values, the first in line {line}"),
-    "too large": _with_cell("y", "1e400", "`y` has 1 infinite values, the first in line {line}"),
+    "too large": _with_cell("y", "1e400", _TOO_LARGE),
     "decimal commas in the target": _refused(
         _decimal_commas("y"), f"target `y` {_SEPARATORS}", "--delimiter", ";"
     ),

@@ -11,8 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_example(name, *arguments):
+    # Old packages meet newer ones, which tell what they will drop; some tell it as UserWarning too.
+    warnings = ["-W", "error::UserWarning", "-W", "ignore::DeprecationWarning"]
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", f"examples/{name}", *arguments],
+        [sys.executable, *warnings, f"examples/{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

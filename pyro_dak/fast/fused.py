@@ -142,13 +142,11 @@ def unit_intervals(delta: Tensor, of_grid: Intervals, is_inside: Tensor) -> Inte
             square = delta * delta
         for k in range(1, num):
             coefficients += (coefficients[-1] * square / (2 * k * (2 * k + 1)),)
-    return of_grid._replace(
-        slope=delta / of_grid.spacing,
-        squares=squares,
-        coefficients=coefficients,
-        last_coefficient=coefficients[-1] if coefficients else math.nan,
-        delta=delta,
-    )
+    low, spacing, _, _, ends, signs, _, _, slopes, _, num_nodes = of_grid
+    last = coefficients[-1] if coefficients else math.nan
+    # The compiler of torch 2.7 knows no `_replace`.
+    constants = (squares, ends, signs, coefficients, last, slopes)
+    return Intervals(low, spacing, delta / spacing, *constants, delta, num_nodes)
 
 
 def sinh_coefficients(delta: float, eps: float) -> list[float]:

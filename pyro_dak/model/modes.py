@@ -96,8 +96,13 @@ def evaluating(*modules: nn.Module, runs_programs: bool = True) -> Iterator[None
         with torch.no_grad(), _local_parameters(parts) if is_program else nullcontext():
             yield
     finally:
-        if changed:
+        # What was evaluated before is so after, also if it has been set to train inside.
+        strayed = [part for part in parts if part.training]
+        if changed or strayed:
             with _modes_lock:
+                for part in strayed:
+                    if part not in _evaluated:
+                        _set_training(part, False)
                 for part in changed:
                     count, mode = _evaluated.pop(part)
                     if count > 1:

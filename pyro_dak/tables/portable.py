@@ -120,7 +120,8 @@ class EncodedColumns(nn.Module):
             turns = numbers.index_select(1, self.dated) / self.cycle
             # Whole turns are taken off first: the sine of a large angle costs digits elsewhere.
             angle = self.full_turn * (turns - turns.floor())
-            waves = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
+            # The cosine, a quarter of a turn on: onnxruntime 1.24 has none in double precision.
+            waves = torch.stack([angle, angle + self.full_turn / 4], -1).sin().flatten(1)
             is_there = ~is_missing.index_select(1, self.dated).repeat_interleave(2, 1)
             parts.append(torch.where(is_there, waves, 0.0))
         if self.has_categories:

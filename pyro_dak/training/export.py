@@ -386,12 +386,15 @@ def _traced(function: Function) -> Any:
     examples = tuple(
         take(part, torch.arange(_NUM_EXAMPLES) % len(part)) for part in function.inputs.values()
     )
-    rows = torch.export.Dim("rows")
+    # torch 2.7 takes a slice such as x[:, 1:] for a claim that there are fewer than 2^63 - 1 rows.
+    rows = torch.export.Dim("rows", max=2**62)
     shapes = {"x": tuple({0: rows} for _ in examples)}
     # Pyro's distributions look at values, unless they are told not to.
     with _quietly(), pyro_lock, pyro.validation_enabled(False), torch.no_grad():
         try:
-            return torch.export.export(_Called(function.module), examples, dynamic_shapes=shapes)
+            # torch 2.7 would be strict by default, and its compiler knows less of Python.
+            module = _Called(function.module)
+            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:  # of many kinds, some of them private
             raise ExportError(
                 f"The model cannot be traced by torch.export: {_first_line(error)} Its network may "

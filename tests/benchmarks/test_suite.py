@@ -127,7 +127,10 @@ def is_installed(peer):
 @pytest.mark.parametrize(
     ("case", "names"),
     [
-        ("training", {"nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"}),
+        (
+            "training",
+            {"bare network", "fit", "own loop", "nn", "dak_cf", "dak_mc", "dak_trace", "nn_svgp"},
+        ),
         ("images", {"nn", "dak_jensen", "dak_mc"}),
         ("serving", {"nn", "network forward", "dak_cf M=7", "dak_cf M=63", "dak_cf M=1023"}),
         pytest.param("exporting", {"predict", "onnxruntime"}, marks=pytest.mark.slow),

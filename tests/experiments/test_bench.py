@@ -21,3 +21,16 @@ def test_cases_are_measured_again_and_the_newest_counts(tmp_path, monkeypatch):
     assert (
         "| training | 1 | M=7 | dak_cf | 2.00 | 2.50 | nn |" in (tmp_path / "table.md").read_text()
     )
+
+
+def test_growth_is_drawn(tmp_path, monkeypatch):
+    row = {"case": "complexity", "threads": 1, "sizes": [8, 16], "milliseconds_by_size": [1.0, 2.0]}
+    row |= {"slope_of_time": 1.0, "slope_at_the_end": 1.0}
+    growth = [
+        row | {"setting": f"growth with {axis}", "name": name}
+        for axis in ("M, training step", "N, prediction")
+        for name in ("nn", "dak_cf")
+    ]
+    monkeypatch.setattr(bench, "measure", lambda *_: growth)
+    invoke(bench.main, "--case", "complexity", "--threads", 1, "--out", tmp_path)
+    assert (tmp_path / "figures" / "growth.png").stat().st_size > 5000

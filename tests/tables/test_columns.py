@@ -7,7 +7,9 @@ import pandas as pd
 import pytest
 import sklearn
 import torch
+from packaging.version import Version
 from sklearn.compose import make_column_transformer
+from sklearn.metrics import get_scorer
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder
@@ -157,9 +159,13 @@ def test_weights_are_routed_and_frames_of_transformers_are_taken():
         pipeline.fit(X, y, sample_weight=weights)
         assert pipeline[-1].num_rows_seen_ == 50
         assert pipeline[-1].feature_names_in_[-1].endswith("__a")
-        scores = cross_validate(pipeline, X, y, cv=2, params={"sample_weight": weights + 1})
+        # Before 1.8, scikit-learn does not ask a pipeline which weights its own score wants.
+        is_old = Version(sklearn.__version__) < Version("1.8")
+        scoring = get_scorer("r2").set_score_request(sample_weight=True) if is_old else None
+        options = {"params": {"sample_weight": weights + 1}, "scoring": scoring}
+        scores = cross_validate(pipeline, X, y, cv=2, **options)
         assert np.isfinite(scores["test_score"]).all()
-        search = GridSearchCV(pipeline, {"dakregressor__level": [2, 3]}, cv=2)
+        search = GridSearchCV(pipeline, {"dakregressor__level": [2, 3]}, cv=2, scoring=scoring)
         search.fit(X, y, sample_weight=weights + 1)
         assert search.best_params_["dakregressor__level"] in (2, 3)
 

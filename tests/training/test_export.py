@@ -88,6 +88,9 @@ def test_the_file_says_what_it_is(case, file):
     assert [v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.input] == ["rows"]
 
 
+# What torch 2.7 says of the constants that it loads.
+@pytest.mark.filterwarnings("ignore:Node .* target .* does not reference an nn.Module:UserWarning")
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 def test_a_torch_program_predicts_the_same_and_says_the_same(case, file, tmp_path):
     report = export(case.model, case.guide, tmp_path / "model.pt2", "torch", x=case.x)
     kept = {"pyro_dak.json": ""}
