@@ -23,7 +23,8 @@ def _epoch_fn(size: int, batch_size: int, steps: int) -> Callable[[], object]:
     num_rows = batch_size * steps
     torch.manual_seed(0)
     x, y = torch.randn(num_rows, 8), torch.randn(num_rows, 1)
-    model = DAKRegressor(size, epochs=1, early_stopping=False, progress=False, random_state=0)
+    options = {"early_stopping": False, "progress": False, "numeric_embedding": None}
+    model = DAKRegressor(size, epochs=1, random_state=0, **options)
     model.fit(x[:50].numpy(), y[:50, 0].numpy())
     rows = Rows(x, y, torch.ones(num_rows))
     plan = ensemble_plan(epochs=1, batch_size=batch_size)

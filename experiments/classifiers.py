@@ -88,7 +88,7 @@ def build(name: str, seed: int, epochs: int | None) -> Any:
 
 
 def make_job(dataset: str, name: str, split: int, max_rows: int | None = None) -> Job:
-    """The job of a model on a split, which is also its seed; few rows get two epochs."""
+    """The job of a model on a split, which is also its seed; few rows get ten epochs."""
     settings = {"split": split, "splits": _SPLITS, "max_rows": max_rows}
     return Job("classifiers", dataset, name, split, settings)
 
@@ -99,7 +99,7 @@ def run(job: Job, tell: Callable[[str], None], data_root: str | None = None) -> 
     split, max_rows = job.settings["split"], job.settings["max_rows"]
     x, x_test, labels, labels_test = load(job.dataset, split, data_root)
     x, labels = x[:max_rows], labels[:max_rows]
-    model = build(job.model, split, 2 if max_rows else None)
+    model = build(job.model, split, 10 if max_rows else None)
     start = time.process_time()
     model.fit(x, labels)
     seconds = time.process_time() - start
@@ -138,7 +138,7 @@ def main(
     data_root: Annotated[str | None, typer.Option(help="Else $PYRO_DAK_DATA.")] = None,
     out: Annotated[Path | None, typer.Option(help="Else results/classifiers.")] = None,
     draft: Annotated[bool, typer.Option("--draft", help="Write below results/draft.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A draft: few rows, 2 epochs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A draft: few rows, 10 epochs.")] = False,
 ) -> None:
     """Make the runs, then write the table."""
     jobs = [
