@@ -7,6 +7,7 @@ Shapes of kin40k: 8 columns, network 64-32-64, 16 units, level 5, noise that dep
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,7 +24,11 @@ def _epoch_fn(size: int, batch_size: int, steps: int) -> Callable[[], object]:
     num_rows = batch_size * steps
     torch.manual_seed(0)
     x, y = torch.randn(num_rows, 8), torch.randn(num_rows, 1)
-    options = {"early_stopping": False, "progress": False, "numeric_embedding": None}
+    options: dict[str, Any] = {
+        "early_stopping": False,
+        "progress": False,
+        "numeric_embedding": None,
+    }
     model = DAKRegressor(size, epochs=1, random_state=0, **options)
     model.fit(x[:50].numpy(), y[:50, 0].numpy())
     rows = Rows(x, y, torch.ones(num_rows))
