@@ -1,6 +1,7 @@
 """`DAKRegressor` and `DAKClassifier`: deep additive kernels as scikit-learn estimators."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import _num_samples
 from torch import Tensor
 
 from pyro_dak.additive.gaussian import FunctionMoments, sample_marginals
@@ -195,17 +197,20 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         return self._predict_dist(X, novelty=True)
 
     def _predict_dist(self, X: Any, novelty: bool = False) -> StudentPrediction:
-        parts, all_leverages = [], []
-        for ensemble, moments, leverages in self._moments(X, novelty):
-            all_leverages += leverages
-            members = ensemble.stacked_likelihood().predictive_moments(moments)
-            mean, epistemic, aleatoric = members  # (E, N, C)
-            scales = torch.tensor(self.member_factors_ or [1.0] * len(ensemble)).to(mean)
-            scales = self.calibration_ * scales.reshape(-1, 1, 1)  # (E, 1, 1)
-            epistemic = (scales * epistemic).mean(0) + mean.var(0, correction=0)
-            aleatoric = (scales * aleatoric).mean(0)
-            parts.append(torch.stack((mean.mean(0), epistemic, aleatoric)).cpu().numpy())
-        mean, epistemic, aleatoric = np.concatenate(parts, 1)  # (N, C)
+        all_leverages: list[Tensor] = []
+
+        def parts() -> Iterator[Array]:
+            for ensemble, moments, leverages in self._moments(X, novelty):
+                all_leverages.extend(leverages)
+                members = ensemble.stacked_likelihood().predictive_moments(moments)
+                mean, epistemic, aleatoric = members  # (E, N, C)
+                scales = torch.tensor(self.member_factors_ or [1.0] * len(ensemble)).to(mean)
+                scales = self.calibration_ * scales.reshape(-1, 1, 1)  # (E, 1, 1)
+                epistemic = (scales * epistemic).mean(0) + mean.var(0, correction=0)
+                aleatoric = (scales * aleatoric).mean(0)
+                yield torch.stack((mean.mean(0), epistemic, aleatoric)).cpu().numpy()
+
+        mean, epistemic, aleatoric = _joined(parts(), X, axis=1)  # (N, C)
         factor = self.mixture_factor_ * self.y_scale_**2
         factor = factor / (1 - 2 / self.tail_df_)  # from squared scale to variance
         columns = slice(None) if self.is_multi_output_ else 0
@@ -229,11 +234,14 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
 
     def _predict_mean(self, X: Any) -> Array:
         """The mean of y without variances: those of f are first among the functions."""
-        parts = []
-        for fixed, features in self._features(X):
-            with torch.no_grad():
-                parts.append(fixed.mean_from(features, len(self.y_mean_)).cpu().numpy())
-        mean = self.y_mean_ + self.y_scale_ * np.concatenate(parts)  # (N, C)
+
+        def parts() -> Iterator[Array]:
+            for fixed, features in self._features(X):
+                with torch.no_grad():
+                    yield fixed.mean_from(features, len(self.y_mean_)).cpu().numpy()
+
+        mean = _joined(parts(), X)  # (N, C)
+        mean = self.y_mean_ + self.y_scale_ * mean
         return mean if self.is_multi_output_ else mean[:, 0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> Array:
@@ -244,6 +252,25 @@ class DAKRegressor(RegressorMixin, _RegressorParameters, TableEstimator):
         """The quantiles of y at Q probabilities, `(N, Q)` or `(N, C, Q)`."""
         prediction = self._predict_dist(X)
         return np.stack([prediction.quantile(q) for q in np.atleast_1d(quantiles).tolist()], -1)
+
+
+def _joined(parts: Iterator[Array], X: Any, axis: int = 0) -> Array:
+    """What parts of the rows of X have along an axis, in one array.
+
+    It is made when the first part is there: small arrays made in between, from part to part, would
+    keep the memory of what each part was computed from.
+    """
+    joined, start = None, 0
+    for part in parts:
+        if joined is None:
+            shape = list(part.shape)
+            shape[axis] = _num_samples(X)
+            joined = np.empty(shape, part.dtype)
+        stop = start + part.shape[axis]
+        np.moveaxis(joined, axis, 0)[start:stop] = np.moveaxis(part, axis, 0)
+        start = stop
+    assert joined is not None  # there is a row
+    return joined
 
 
 def _normal(ensemble: Ensemble, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,12 +370,17 @@ class DAKClassifier(ClassifierMixin, TableEstimator):
         return replace(mixture, novelty_scores=self._novelty_scores(leverages, mixture.entropy))
 
     def _mixture(self, X: Any, novelty: bool = False) -> tuple[ClassMixture, list[Tensor]]:
-        parts, all_leverages = [], []
-        for _, moments, leverages in self._moments(X, novelty):
-            all_leverages += leverages
-            log_probs, entropies = self._member_log_probs(moments)  # (E, N, K), (E, N)
-            parts.append([p.cpu().numpy() for p in (log_probs.exp().mean(0), entropies.mean(0))])
-        probs, expected_entropy = map(np.concatenate, zip(*parts, strict=True))
+        all_leverages: list[Tensor] = []
+
+        def parts() -> Iterator[Array]:
+            for _, moments, leverages in self._moments(X, novelty):
+                all_leverages.extend(leverages)
+                log_probs, entropies = self._member_log_probs(moments)  # (E, N, K), (E, N)
+                found = log_probs.exp().mean(0), entropies.mean(0).unsqueeze(-1)
+                yield torch.cat(found, -1).cpu().numpy()
+
+        joined = _joined(parts(), X)  # (N, K + 1)
+        probs, expected_entropy = joined[:, :-1], joined[:, -1]
         mixture = ClassMixture(probs / probs.sum(-1, keepdims=True), expected_entropy)
         return mixture, all_leverages
 
